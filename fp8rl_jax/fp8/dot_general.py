@@ -1,0 +1,159 @@
+"""`lax.dot_general` with block-scaled FP8 operands, forward and backward.
+
+References:
+  DeepSeek-AI. "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.3.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from fp8rl_jax.fp8.matmul import matmul_nt, scaled_matmul_nt
+from fp8rl_jax.fp8.quantize import WEIGHT_BLOCK, dequantize, quantize
+from fp8rl_jax.fp8.recipe import FP8_LINEAR, LinearPrecision
+from fp8rl_jax.fp8.scaled_array import ScaledArray
+from fp8rl_jax.numerics import round_to, unify_varying
+
+
+def fp8_dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | ScaledArray,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: jnp.dtype | None = None,
+    *,
+    out_sharding: jax.sharding.NamedSharding | None = None,
+    codes: ScaledArray | None = None,
+    passes: LinearPrecision = FP8_LINEAR,
+) -> Float[Array, "..."]:
+    """A drop-in for `lax.dot_general` that computes in block-scaled FP8.
+
+    ``lhs`` holds activations, quantised 1x128 along the contraction; ``rhs`` holds the
+    weight, quantised 128x128. Stateless: usable as ``nnx.Linear(dot_general=...)``,
+    ``nnx.LinearGeneral`` and ``linen.Dense(dot_general=...)``. Quantisation is
+    straight-through in the backward pass, whose two products run in FP8 as well:
+    ``dlhs`` from output gradients quantised 1x128 and the transposed weight codes,
+    ``drhs`` from operands quantised 1x128 along tokens.
+
+    Args:
+      lhs: activations, bfloat16 or float32.
+      rhs: the weight, any floating dtype; receives the gradient. Or a ScaledArray of
+        shape [N, K] in 128x128 blocks, contracted over its last axis, when no gradient
+        is wanted (sampling).
+      dimension_numbers: as in `lax.dot_general`; several contracting, batch and free
+        axes are allowed.
+      precision: ignored; the precision is what this function is for.
+      preferred_element_type: dtype of the result; ``lhs.dtype`` if None.
+      out_sharding: sharding of the result under a mesh with explicit axes.
+      codes: ready-made codes of ``rhs`` laid out [N, K] (K-major), used in its place
+        and not differentiated. Only without batch axes.
+      passes: which of the three products run in FP8; the others run with operands of
+        ``lhs.dtype`` and wide accumulation.
+
+    Returns:
+      The product, batch axes first, then the free axes of ``lhs`` and of ``rhs``.
+
+    Raises:
+      ValueError: shapes do not match, or ``codes`` do not fit ``rhs``.
+    """
+    del precision
+    out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    if isinstance(rhs, ScaledArray):
+        if rhs.ndim != 2 or tuple(rhs_contract) != (1,) or rhs_batch:
+            raise ValueError(
+                "A ScaledArray weight must be [N, K] and contracted over axis 1, got "
+                f"shape {rhs.shape} and dimension numbers {dimension_numbers}."
+            )
+        if codes is not None:
+            raise ValueError("Pass codes= or a ScaledArray weight, not both.")
+    x, x_free = _canonical(lhs, lhs_batch, lhs_contract)
+    if isinstance(rhs, ScaledArray):
+        w, codes, w_free = None, rhs, rhs.shape[:1]
+    else:
+        w, w_free = _canonical(rhs, rhs_batch, rhs_contract)
+    k, w_shape = x.shape[-1], (codes if w is None else w).shape
+    if w_shape[-1] != k or (w is not None and w.shape[:-2] != x.shape[:-2]):
+        raise ValueError(
+            f"Contracting or batch sizes differ: lhs {lhs.shape}, rhs {rhs.shape}, "
+            f"dimension numbers {dimension_numbers}."
+        )
+    if codes is not None:
+        if not passes.forward:
+            raise ValueError("codes were given, but passes.forward is False.")
+        if codes.shape != w_shape or codes.block != WEIGHT_BLOCK or lhs_batch:
+            raise ValueError(
+                f"codes must be [N, K] = {w_shape} in blocks {WEIGHT_BLOCK} and need a "
+                f"product without batch axes, got {codes.shape} in {codes.block}."
+            )
+    matmul = functools.partial(_matmul, passes, out_dtype)
+    for _ in lhs_batch:
+        matmul = jax.vmap(matmul, in_axes=(0, 0, None))
+    y = matmul(*unify_varying(x, w, codes))
+    y = y.reshape(*x.shape[:-2], *x_free, *w_free)
+    if out_sharding is not None:
+        y = jax.sharding.reshard(y, out_sharding)
+    return y
+
+
+def _canonical(x: Array, batch, contract) -> tuple[Array, tuple[int, ...]]:
+    """Transposes and merges to [*batch, free, contract]; also the free sizes."""
+    free = [i for i in range(x.ndim) if i not in (*batch, *contract)]
+    free_shape = tuple(x.shape[i] for i in free)
+    x = x.transpose(*batch, *free, *contract)
+    lead = x.shape[: len(batch)]
+    k = math.prod(x.shape[len(batch) + len(free) :])
+    return x.reshape(*lead, math.prod(free_shape), k), free_shape
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(
+    passes: LinearPrecision,
+    out_dtype: jnp.dtype,
+    x: Float[Array, "M K"],
+    w: Float[Array, "N K"] | None,
+    codes: ScaledArray | None,
+) -> Float[Array, "M N"]:
+    return _matmul_fwd(passes, out_dtype, x, w, codes)[0]
+
+
+def _matmul_fwd(passes, out_dtype, x, w, codes):
+    if codes is None and (passes.forward or passes.dgrad):
+        codes = quantize(w, WEIGHT_BLOCK)
+    if passes.forward:
+        y = scaled_matmul_nt(quantize(x), codes, out_dtype)
+    else:
+        y = matmul_nt(x, round_to(w, x.dtype), out_dtype)
+    # Residuals are FP8 wherever the backward product is: no bf16 copy is kept.
+    x_residual = quantize(x.T) if passes.wgrad else x
+    w_residual = codes if passes.forward or passes.dgrad else w
+    like = (_empty_like(x), None if w is None else _empty_like(w))
+    return y, (x_residual, w_residual, like)
+
+
+def _matmul_bwd(passes, out_dtype, residuals, dy):
+    x, w, (x_like, w_like) = residuals
+    if passes.dgrad:
+        dx = scaled_matmul_nt(quantize(dy), w.mT, x_like.dtype)
+    else:
+        w = dequantize(w, dy.dtype) if isinstance(w, ScaledArray) else w
+        dx = matmul_nt(dy, round_to(w, dy.dtype).T, x_like.dtype)
+    if w_like is None:
+        return dx, None, None
+    if passes.wgrad:
+        dw = scaled_matmul_nt(quantize(dy.T), x, w_like.dtype)
+    else:
+        dw = matmul_nt(dy.T, x.T.astype(dy.dtype), w_like.dtype)
+    return dx, dw, None
+
+
+def _empty_like(x: Array) -> Array:
+    """A zero-size array that carries a dtype through the residuals."""
+    return jnp.zeros((0,), x.dtype)
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)

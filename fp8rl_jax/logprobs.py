@@ -1,0 +1,226 @@
+"""The one token-log-prob function: sampler and trainer both read the head from here.
+
+Logits are the product of bfloat16 hidden states and the bfloat16 head with wide
+accumulation, divided by the temperature and rounded once to float32. They are computed
+in chunks of the vocabulary with a running log-sum-exp, so that [tokens, vocabulary]
+never exists. Rows of the head beyond the tokenizer's vocabulary (padding) are masked.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fp8rl_jax import numerics
+from fp8rl_jax.numerics import by_platform, round_to, unify_varying
+
+# Fixed: the sampling noise of a chunk is keyed by the chunk's index.
+VOCAB_CHUNK = 4096
+
+_NT = (((1,), (1,)), ((), ()))
+_NN = (((1,), (0,)), ((), ()))
+_TN = (((0,), (0,)), ((), ()))
+
+
+def _chunking(num_rows: int) -> tuple[int, int]:
+    """Number of chunks and rows per chunk."""
+    size = min(VOCAB_CHUNK, num_rows)
+    return -(-num_rows // size), size
+
+
+def _chunk(head: Float[Array, "V D"], index: Int[Array, ""], vocab_size: int):
+    """Rows of a chunk, its first row, the rows' ids and which of them count.
+
+    The last chunk is moved back to end at the last row (no padded copy of the head);
+    rows that the chunk before covers do not count again.
+    """
+    _, size = _chunking(head.shape[0])
+    start = jnp.minimum(index * size, head.shape[0] - size)
+    ids = start + jnp.arange(size, dtype=jnp.int32)
+    counts = (ids >= index * size) & (ids < vocab_size)
+    return lax.dynamic_slice_in_dim(head, start, size), start, ids, counts
+
+
+def _logits(dtype, hidden, rows, temperature):
+    rows = round_to(rows, hidden.dtype)
+    logits = numerics.dot(dtype, hidden, rows, _NT) / temperature
+    return round_to(logits, jnp.float32)
+
+
+def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state):
+    """Runs over the chunks; returns the log-sum-exp and the visitor's last state."""
+    num_chunks, _ = _chunking(head.shape[0])
+    zero = jnp.zeros_like(hidden[:, 0], jnp.float32)
+
+    def step(carry, index):
+        maximum, total, state = carry
+        rows, _, ids, counts = _chunk(head, index, vocab_size)
+        logits = _logits(dtype, hidden, rows, temperature)
+        logits = jnp.where(counts[None, :], logits, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, jnp.max(logits, -1))
+        shifted = logits.astype(dtype) - new_maximum[:, None].astype(dtype)
+        decay = jnp.exp(maximum.astype(dtype) - new_maximum.astype(dtype))
+        total = total * decay + jnp.sum(jnp.exp(shifted), -1)
+        return (new_maximum, total, visit(state, index, ids, logits)), None
+
+    carry = (zero - jnp.inf, zero.astype(dtype), state)
+    indices = jnp.arange(num_chunks, dtype=jnp.int32)
+    (maximum, total, state), _ = lax.scan(step, carry, indices)
+    return round_to(maximum.astype(dtype) + jnp.log(total), jnp.float32), state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_log_probs(hidden, head, targets, temperature, vocab_size):
+    return _token_log_probs_fwd(hidden, head, targets, temperature, vocab_size)[0]
+
+
+def _token_log_probs_fwd(hidden, head, targets, temperature, vocab_size):
+    def forward(dtype, hidden, head, targets):
+        def visit(target_logits, index, ids, logits):
+            is_target = ids[None, :] == targets[:, None]
+            found = jnp.max(jnp.where(is_target, logits, -jnp.inf), -1)
+            return jnp.maximum(target_logits, found)
+
+        start = jnp.zeros_like(hidden[:, 0], jnp.float32) - jnp.inf
+        lse, target_logits = _scan_vocabulary(
+            dtype, hidden, head, temperature, vocab_size, visit, start
+        )
+        return target_logits - lse, lse
+
+    log_probs, lse = by_platform(forward, hidden, head, targets)
+    return log_probs, (hidden, head, targets, lse)
+
+
+def _token_log_probs_bwd(temperature, vocab_size, residuals, cotangent):
+    def backward(dtype, cotangent, hidden, head, targets, lse):
+        num_chunks, size = _chunking(head.shape[0])
+        scale = (cotangent.astype(dtype) / temperature)[:, None]
+
+        def step(carry, index):
+            d_hidden, d_head = carry
+            rows, start, ids, counts = _chunk(head, index, vocab_size)
+            logits = _logits(dtype, hidden, rows, temperature).astype(dtype)
+            probs = jnp.exp(logits - lse[:, None].astype(dtype))
+            is_target = (ids[None, :] == targets[:, None]).astype(dtype)
+            d_logits = (is_target - probs) * scale
+            d_logits = jnp.where(counts[None, :], d_logits, 0.0)
+            d_logits = round_to(d_logits, hidden.dtype)
+            rows = round_to(rows, hidden.dtype)
+            d_rows = numerics.dot(dtype, d_logits, hidden, _TN).astype(jnp.float32)
+            d_head = lax.dynamic_update_slice_in_dim(
+                d_head,
+                lax.dynamic_slice_in_dim(d_head, start, size) + d_rows,
+                start,
+                0,
+            )
+            d_hidden = d_hidden + numerics.dot(dtype, d_logits, rows, _NN)
+            return (d_hidden, d_head), None
+
+        carry = (jnp.zeros_like(hidden, dtype), jnp.zeros_like(head, jnp.float32))
+        indices = jnp.arange(num_chunks, dtype=jnp.int32)
+        (d_hidden, d_head), _ = lax.scan(step, carry, indices)
+        return round_to(d_hidden, hidden.dtype), round_to(d_head, head.dtype)
+
+    d_hidden, d_head = by_platform(backward, cotangent, *residuals)
+    return d_hidden, d_head, None
+
+
+_token_log_probs.defvjp(_token_log_probs_fwd, _token_log_probs_bwd)
+
+
+def token_log_probs(
+    hidden: Float[Array, "*batch D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "*batch"],
+    *,
+    temperature: float,
+    vocab_size: int,
+) -> Float[Array, "*batch"]:
+    """Log-probability of each target under softmax(head · hidden / temperature).
+
+    Args:
+      hidden: final hidden states, in the activation dtype.
+      head: output head (or tied embedding), any floating dtype; rounded to the
+        activation dtype.
+      targets: token ids below ``vocab_size``.
+      temperature: positive; the sampling temperature.
+      vocab_size: number of ids that may occur; further rows of the head are masked.
+
+    Returns:
+      float32, differentiable in ``hidden`` and ``head``.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat, head, ids = unify_varying(flat, head, targets.reshape(-1))
+    log_probs = _token_log_probs(flat, head, ids, float(temperature), vocab_size)
+    return log_probs.reshape(targets.shape)
+
+
+def sample_tokens(
+    hidden: Float[Array, "B D"],
+    head: Float[Array, "V D"],
+    keys: Array,
+    *,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """Draws one token a row by the Gumbel-max rule, with its log-probability.
+
+    The noise is a function of a row's key and the token id alone, so a row's token does
+    not depend on its batch. Ties go to the lowest id.
+
+    Args:
+      hidden: final hidden states.
+      head: output head.
+      keys: one PRNG key a row.
+      temperature: 0 takes the most likely token; its log-probability is then reported
+        at temperature 1.
+      vocab_size: ids from here on are never drawn.
+
+    Returns:
+      int32 token ids, and their float32 log-probabilities exactly as
+      :func:`token_log_probs` gives them.
+    """
+    _, size = _chunking(head.shape[0])
+
+    def forward(dtype, hidden, head, key_data):
+        row_keys = jax.random.wrap_key_data(key_data)
+
+        def noise(index):
+            def row(key):
+                return jax.random.bits(
+                    jax.random.fold_in(key, index), (size,), "uint32"
+                )
+
+            # Uniform on (0, 1): the centres of 2^24 cells.
+            cells = (jax.vmap(row)(row_keys) >> 8).astype(jnp.float32)
+            uniform = (cells.astype(dtype) + 0.5) * 2.0**-24
+            return -jnp.log(-jnp.log(uniform))
+
+        def visit(best, index, ids, logits):
+            best_score, best_id, best_logit = best
+            scores = logits
+            if temperature > 0:
+                # Shifted so that noise belongs to ids, also in the moved last chunk.
+                shift = index * size - ids[0]
+                moved = jnp.roll(noise(index), shift, axis=-1)
+                scores = round_to(logits.astype(dtype) + moved, jnp.float32)
+            winner = jnp.argmax(scores, -1)
+            score = jnp.take_along_axis(scores, winner[:, None], -1)[:, 0]
+            logit = jnp.take_along_axis(logits, winner[:, None], -1)[:, 0]
+            better = score > best_score
+            return (
+                jnp.where(better, score, best_score),
+                jnp.where(better, ids[winner], best_id),
+                jnp.where(better, logit, best_logit),
+            )
+
+        low = jnp.zeros_like(hidden[:, 0], jnp.float32) - jnp.inf
+        start = (low, jnp.zeros_like(low, jnp.int32), low)
+        lse, (_, token, logit) = _scan_vocabulary(
+            dtype, hidden, head, temperature or 1.0, vocab_size, visit, start
+        )
+        return token, logit - lse
+
+    return by_platform(forward, hidden, head, jax.random.key_data(keys))

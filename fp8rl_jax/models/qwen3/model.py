@@ -1,0 +1,281 @@
+"""Qwen3, dense: one forward pass for sampling and for training.
+
+References:
+  Qwen3 Technical Report, arXiv:2505.09388, section 2.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from fp8rl_jax.attention import KVCache, attention, cached_attention, write_kv
+from fp8rl_jax.fp8 import Precision
+from fp8rl_jax.fp8.weights import linear
+from fp8rl_jax.models.qwen3.config import Qwen3Config, param_shapes
+from fp8rl_jax.numerics import by_platform, fan_out, round_to, wide
+
+REMAT_POLICIES = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def _rms_norm(x, scale, eps):
+    """Over the last axis, in the dtype of x."""
+    inverse = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    return x * inverse * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, scale: Float[Array, "D"], eps: float):
+        self.scale = nnx.Param(scale)
+        self.eps = eps
+
+    def add_and_norm(
+        self, residual: Float[Array, "B T D"], update: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """residual + update, and its norm; each rounded once.
+
+        The norm is taken of the rounded sum, which is what the next layer adds to.
+        """
+        dtype = residual.dtype
+
+        def add(x, y):
+            return x + y
+
+        def norm(x, scale):
+            return _rms_norm(x, scale, self.eps)
+
+        residual = wide(add, dtype, residual, update)
+        residual, x = fan_out(residual, 2)
+        return residual, wide(norm, dtype, x, self.scale.get_value())
+
+
+class Linear(nnx.Module):
+    """A bias-free linear layer; its kernel [out, in] may be FP8 codes."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = nnx.Param(kernel)
+
+    def __call__(
+        self, x: Float[Array, "B T in"], precision: Precision
+    ) -> Float[Array, "B T out"]:
+        """x kernel^T under the precision's linear passes."""
+        return linear(x, self.kernel.get_value(), precision.linear)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with norms on queries and keys, then RoPE."""
+
+    def __init__(self, config: Qwen3Config, params: PyTree):
+        self.head_dim = config.head_dim
+        self.q_proj = Linear(params["q_proj"]["kernel"])
+        self.k_proj = Linear(params["k_proj"]["kernel"])
+        self.v_proj = Linear(params["v_proj"]["kernel"])
+        self.o_proj = Linear(params["o_proj"]["kernel"])
+        self.q_norm = RMSNorm(params["q_norm"]["scale"], config.rms_norm_eps)
+        self.k_norm = RMSNorm(params["k_norm"]["scale"], config.rms_norm_eps)
+
+    def _norm_and_rotate(self, x, norm: RMSNorm, cos, sin):
+        """QK-norm and RoPE of [B, T, heads, H] with one rounding."""
+
+        def fn(x, scale, cos, sin):
+            x1, x2 = jnp.split(_rms_norm(x, scale, norm.eps), 2, axis=-1)
+            cos, sin = cos[:, :, None], sin[:, :, None]
+            return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+
+        return wide(fn, x.dtype, x, norm.scale.get_value(), cos, sin)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: tuple[Float[Array, "B T h"], Float[Array, "B T h"]],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"] | None,
+        cache: KVCache | None,
+        layer: Int[Array, ""],
+        precision: Precision,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        """Self-attention, over ``cache`` if there is one; see `Qwen3.__call__`."""
+        batch, length, _ = x.shape
+
+        def heads(x):
+            return x.reshape(batch, length, -1, self.head_dim)
+
+        to_q, to_k, to_v = fan_out(x, 3)
+        q = heads(self.q_proj(to_q, precision))
+        k = heads(self.k_proj(to_k, precision))
+        v = heads(self.v_proj(to_v, precision))
+        q = self._norm_and_rotate(q, self.q_norm, *rope)
+        k = self._norm_and_rotate(k, self.k_norm, *rope)
+        if cache is None:
+            out = attention(q, k, v, positions, segments, precision)
+        else:
+            cache = KVCache(
+                write_kv(cache.k, layer, k, positions),
+                write_kv(cache.v, layer, v, positions),
+            )
+            here = jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), cache
+            )
+            out = cached_attention(q, here.k, here.v, positions, precision)
+        return self.o_proj(out.reshape(batch, length, -1), precision), cache
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, params: PyTree):
+        self.gate_proj = Linear(params["gate_proj"]["kernel"])
+        self.up_proj = Linear(params["up_proj"]["kernel"])
+        self.down_proj = Linear(params["down_proj"]["kernel"])
+
+    def __call__(
+        self, x: Float[Array, "B T D"], precision: Precision
+    ) -> Float[Array, "B T D"]:
+        """The feed-forward layer."""
+        to_gate, to_up = fan_out(x, 2)
+        gate, up = self.gate_proj(to_gate, precision), self.up_proj(to_up, precision)
+        x = wide(lambda g, u: g * jax.nn.sigmoid(g) * u, x.dtype, gate, up)
+        return self.down_proj(x, precision)
+
+
+class Block(nnx.Module):
+    """One decoder layer; the residual sum waits for the next norm."""
+
+    def __init__(self, config: Qwen3Config, params: PyTree):
+        eps = config.rms_norm_eps
+        self.input_norm = RMSNorm(params["input_norm"]["scale"], eps)
+        self.attention = Attention(config, params["attention"])
+        self.post_attention_norm = RMSNorm(params["post_attention_norm"]["scale"], eps)
+        self.mlp = MLP(params["mlp"])
+
+    def __call__(self, residual, update, rope, positions, segments, cache, layer, p):
+        """Returns the residual, the update still to be added to it, and the cache."""
+        residual, x = self.input_norm.add_and_norm(residual, update)
+        update, cache = self.attention(
+            x, rope, positions, segments, cache, layer, precision=p
+        )
+        residual, x = self.post_attention_norm.add_and_norm(residual, update)
+        return residual, self.mlp(x, p), cache
+
+
+class Embedding(nnx.Module):
+    """Token embedding [V, D]."""
+
+    def __init__(self, embedding: Float[Array, "V D"]):
+        self.embedding = nnx.Param(embedding)
+
+
+class Qwen3(nnx.Module):
+    """A dense Qwen3 language model over a tree of weights.
+
+    The layers' weights are stacked and scanned. A model is a thin view: build it from
+    any tree of `param_shapes(config)`, whose linear kernels may be arrays, FP8 codes or
+    masters with codes (`fp8.weights`).
+
+    Args:
+      config: the model's shape.
+      weights: nested dict as declared by `param_shapes(config)`.
+    """
+
+    def __init__(self, config: Qwen3Config, weights: PyTree):
+        self.config = config
+        self.embed = Embedding(weights["embed"]["embedding"])
+        self.layers = Block(config, weights["layers"])
+        self.final_norm = RMSNorm(weights["final_norm"]["scale"], config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(weights["lm_head"]["kernel"])
+
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The output head: `lm_head`, or the embedding if tied."""
+        if self.config.tie_word_embeddings:
+            return self.embed.embedding.get_value()
+        return self.lm_head.kernel.get_value()
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        precision: Precision,
+        *,
+        segments: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        remat: str = "none",
+    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        """Hidden states after the final norm.
+
+        Without a cache, tokens attend causally within their segment of the row
+        (training, scoring). With one, they are stored at their positions and attend to
+        every slot up to their own (prefill and decoding).
+
+        Args:
+          tokens: token ids.
+          positions: position of each token in its sequence, from 0.
+          precision: what runs in FP8.
+          segments: id of each token's sequence; 0 marks padding. One sequence a row if
+            None.
+          cache: key-value cache of the batch.
+          remat: name of the rematerialisation policy: "none", "full" or "dots".
+
+        Returns:
+          Hidden states in the activation dtype and the updated cache (None without).
+        """
+        dtype = jnp.dtype(self.config.dtype)
+        embedding = self.embed.embedding.get_value()
+        residual = round_to(jnp.take(embedding, tokens, axis=0), dtype)
+        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        if segments is None:
+            segments = jnp.ones_like(tokens)
+        graph, stacked = nnx.split(self.layers)
+
+        def layer_step(carry, xs):
+            layer, weights = xs
+            residual, update, cache = carry
+            block = nnx.merge(graph, weights)
+            carry = block(
+                residual, update, rope, positions, segments, cache, layer, precision
+            )
+            return carry, None
+
+        if remat != "none":
+            layer_step = jax.checkpoint(layer_step, policy=REMAT_POLICIES[remat])
+        carry = (residual, jnp.zeros_like(residual), cache)
+        indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        carry, _ = lax.scan(layer_step, carry, (indices, stacked))
+        residual, update, cache = carry
+        return self.final_norm.add_and_norm(residual, update)[1], cache
+
+
+def rope_tables(
+    positions: Int[Array, "B T"], head_dim: int, theta: float
+) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
+    """Cosines and sines of the rotary angles, float32, h = head_dim / 2.
+
+    References:
+      Su et al. "RoFormer", arXiv:2104.09864, equation 15.
+    """
+
+    def tables(dtype, positions):
+        exponent = jnp.arange(0, head_dim, 2, dtype=jnp.int32).astype(dtype) / head_dim
+        angles = positions[..., None].astype(dtype) * (theta**-exponent)[None, None]
+        return tuple(round_to(f(angles), jnp.float32) for f in (jnp.cos, jnp.sin))
+
+    return by_platform(tables, positions)
+
+
+def abstract_params(config: Qwen3Config, dtype=jnp.float32) -> PyTree:
+    """The parameter tree as `jax.ShapeDtypeStruct`, allocating nothing."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        param_shapes(config),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
