@@ -206,7 +206,7 @@ def sample_tokens(
                 shift = index * size - ids[0]
                 moved = jnp.roll(noise(index), shift, axis=-1)
                 scores = round_to(logits.astype(dtype) + moved, jnp.float32)
-            winner = jnp.argmax(scores, -1)
+            winner = lax.argmax(scores, 1, jnp.int32)
             score = jnp.take_along_axis(scores, winner[:, None], -1)[:, 0]
             logit = jnp.take_along_axis(logits, winner[:, None], -1)[:, 0]
             better = score > best_score

@@ -1,0 +1,64 @@
+"""Random initialisation of a Qwen3 model, directly in its sharded layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from fp8rl_jax.models.qwen3.config import Qwen3Config, param_shapes
+
+
+def init_params(
+    config: Qwen3Config,
+    key: Key[Array, ""],
+    shardings: PyTree[jax.sharding.Sharding] | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    std: float = 0.02,
+) -> PyTree[Float[Array, "..."]]:
+    """Draws the parameters as transformers initialises Qwen3.
+
+    Embeddings and kernels are N(0, std^2), with no extra scaling of the projections
+    into the residual stream; norm scales are 1. The values do not depend on the
+    shardings. One leaf is drawn at a time, so that the random bits of only one leaf
+    are alive beside the parameters.
+
+    Args:
+      config: the model.
+      key: a typed key, `jax.random.key(seed)`.
+      shardings: tree of shardings like `param_shapes(config)`, or None for the default
+        device.
+      dtype: parameter dtype.
+      std: standard deviation of embeddings and kernels (`initializer_range`).
+
+    Returns:
+      Parameter tree of `param_shapes(config)`.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(
+        param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
+    places = (
+        [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
+    )
+
+    params = [
+        _draw(place)(
+            jax.random.fold_in(key, index), path[-1].key, shape, jnp.dtype(dtype), std
+        )
+        for index, ((path, shape), place) in enumerate(zip(leaves, places, strict=True))
+    ]
+    return treedef.unflatten(params)
+
+
+@functools.lru_cache
+def _draw(place: jax.sharding.Sharding | None):
+    """Returns the jitted draw of one leaf, born in its sharding."""
+
+    def draw(key, name, shape, dtype, std):
+        if name == "scale":
+            return jnp.ones(shape, dtype)
+        # Drawn in f32 and rounded: one function of the key for every dtype.
+        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(draw, static_argnums=(1, 2, 3), out_shardings=place)
