@@ -1,9 +1,9 @@
 """The one token-log-prob function: sampler and trainer both read the head from here.
 
 Logits are the product of bfloat16 hidden states and the bfloat16 head with wide
-accumulation, divided by the temperature and rounded once to float32. They are computed
-in chunks of the vocabulary with a running log-sum-exp, so that [tokens, vocabulary]
-never exists. Rows of the head beyond the tokenizer's vocabulary (padding) are masked.
+accumulation, divided by the temperature and never rounded before the log-sum-exp. They
+are computed in chunks of the vocabulary, so that [tokens, vocabulary] never exists.
+Rows of the head beyond the tokenizer's vocabulary (padding) are masked.
 """
 
 import functools
@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from fp8rl_jax import numerics
 from fp8rl_jax.numerics import by_platform, round_to, unify_varying
@@ -45,14 +45,13 @@ def _chunk(head: Float[Array, "V D"], index: Int[Array, ""], vocab_size: int):
 
 def _logits(dtype, hidden, rows, temperature):
     rows = round_to(rows, hidden.dtype)
-    logits = numerics.dot(dtype, hidden, rows, _NT) / temperature
-    return round_to(logits, jnp.float32)
+    return numerics.dot(dtype, hidden, rows, _NT) / temperature
 
 
 def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state):
     """Runs over the chunks; returns the log-sum-exp and the visitor's last state."""
     num_chunks, _ = _chunking(head.shape[0])
-    zero = jnp.zeros_like(hidden[:, 0], jnp.float32)
+    zero = jnp.zeros_like(hidden[:, 0], dtype)
 
     def step(carry, index):
         maximum, total, state = carry
@@ -60,15 +59,14 @@ def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state)
         logits = _logits(dtype, hidden, rows, temperature)
         logits = jnp.where(counts[None, :], logits, -jnp.inf)
         new_maximum = jnp.maximum(maximum, jnp.max(logits, -1))
-        shifted = logits.astype(dtype) - new_maximum[:, None].astype(dtype)
-        decay = jnp.exp(maximum.astype(dtype) - new_maximum.astype(dtype))
-        total = total * decay + jnp.sum(jnp.exp(shifted), -1)
+        total = total * jnp.exp(maximum - new_maximum)
+        total = total + jnp.sum(jnp.exp(logits - new_maximum[:, None]), -1)
         return (new_maximum, total, visit(state, index, ids, logits)), None
 
-    carry = (zero - jnp.inf, zero.astype(dtype), state)
+    carry = (zero - jnp.inf, zero, state)
     indices = jnp.arange(num_chunks, dtype=jnp.int32)
     (maximum, total, state), _ = lax.scan(step, carry, indices)
-    return round_to(maximum.astype(dtype) + jnp.log(total), jnp.float32), state
+    return maximum + jnp.log(total), state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -83,11 +81,11 @@ def _token_log_probs_fwd(hidden, head, targets, temperature, vocab_size):
             found = jnp.max(jnp.where(is_target, logits, -jnp.inf), -1)
             return jnp.maximum(target_logits, found)
 
-        start = jnp.zeros_like(hidden[:, 0], jnp.float32) - jnp.inf
+        start = jnp.zeros_like(hidden[:, 0], dtype) - jnp.inf
         lse, target_logits = _scan_vocabulary(
             dtype, hidden, head, temperature, vocab_size, visit, start
         )
-        return target_logits - lse, lse
+        return round_to(target_logits - lse, jnp.float32), round_to(lse, jnp.float32)
 
     log_probs, lse = by_platform(forward, hidden, head, targets)
     return log_probs, (hidden, head, targets, lse)
@@ -101,7 +99,7 @@ def _token_log_probs_bwd(temperature, vocab_size, residuals, cotangent):
         def step(carry, index):
             d_hidden, d_head = carry
             rows, start, ids, counts = _chunk(head, index, vocab_size)
-            logits = _logits(dtype, hidden, rows, temperature).astype(dtype)
+            logits = _logits(dtype, hidden, rows, temperature)
             probs = jnp.exp(logits - lse[:, None].astype(dtype))
             is_target = (ids[None, :] == targets[:, None]).astype(dtype)
             d_logits = (is_target - probs) * scale
@@ -157,6 +155,17 @@ def token_log_probs(
     return log_probs.reshape(targets.shape)
 
 
+def _gumbel(bits: UInt32[Array, "..."], dtype) -> Float[Array, "..."]:
+    """Standard Gumbel noise, finite for all bits.
+
+    The uniform variable is the centre of one of 2^23 cells of (0, 1): with more cells
+    the last centre would round to 1 in float32, and its noise would be infinite.
+    """
+    cells = (bits >> 9).astype(jnp.float32)
+    uniform = (cells.astype(dtype) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
+
+
 def sample_tokens(
     hidden: Float[Array, "B D"],
     head: Float[Array, "V D"],
@@ -193,10 +202,7 @@ def sample_tokens(
                     jax.random.fold_in(key, index), (size,), "uint32"
                 )
 
-            # Uniform on (0, 1): the centres of 2^24 cells.
-            cells = (jax.vmap(row)(row_keys) >> 8).astype(jnp.float32)
-            uniform = (cells.astype(dtype) + 0.5) * 2.0**-24
-            return -jnp.log(-jnp.log(uniform))
+            return _gumbel(jax.vmap(row)(row_keys), dtype)
 
         def visit(best, index, ids, logits):
             best_score, best_id, best_logit = best
@@ -205,22 +211,26 @@ def sample_tokens(
                 # Shifted so that noise belongs to ids, also in the moved last chunk.
                 shift = index * size - ids[0]
                 moved = jnp.roll(noise(index), shift, axis=-1)
-                scores = round_to(logits.astype(dtype) + moved, jnp.float32)
-            winner = lax.argmax(scores, 1, jnp.int32)
-            score = jnp.take_along_axis(scores, winner[:, None], -1)[:, 0]
-            logit = jnp.take_along_axis(logits, winner[:, None], -1)[:, 0]
+                scores = logits + moved
+            # The lowest id with the best score. (argmax does not lower in float64.)
+            score = jnp.max(scores, -1)
+            is_best = scores == score[:, None]
+            last = jnp.iinfo(jnp.int32).max
+            token = jnp.min(jnp.where(is_best, ids[None, :], last), -1)
+            is_token = ids[None, :] == token[:, None]
+            logit = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1)
             better = score > best_score
             return (
                 jnp.where(better, score, best_score),
-                jnp.where(better, ids[winner], best_id),
+                jnp.where(better, token, best_id),
                 jnp.where(better, logit, best_logit),
             )
 
-        low = jnp.zeros_like(hidden[:, 0], jnp.float32) - jnp.inf
+        low = jnp.zeros_like(hidden[:, 0], dtype) - jnp.inf
         start = (low, jnp.zeros_like(low, jnp.int32), low)
         lse, (_, token, logit) = _scan_vocabulary(
             dtype, hidden, head, temperature or 1.0, vocab_size, visit, start
         )
-        return token, logit - lse
+        return token, round_to(logit - lse, jnp.float32)
 
     return by_platform(forward, hidden, head, jax.random.key_data(keys))

@@ -41,6 +41,10 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     dtype = jnp.dtype(dtype)
     if jnp.finfo(x.dtype).nmant <= jnp.finfo(dtype).nmant:
         return x.astype(dtype)
+    if x.dtype == jnp.float64 and dtype == jnp.bfloat16:
+        # Through float32, four times faster on CPU; the cast cannot be dropped
+        # because reduce_precision stands between it and the next.
+        x = x.astype(jnp.float32)
     exponent, mantissa = _BITS[dtype.name]
     return lax.reduce_precision(x, exponent, mantissa).astype(dtype)
 

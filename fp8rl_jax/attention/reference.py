@@ -121,12 +121,10 @@ def attention_forward(
         )
 
         def scores(block):
-            s = round_to(
-                numerics.dot(dtype, q, _slice(k, block, size, 2), _QK), jnp.float32
-            ).astype(dtype)
+            s = numerics.dot(dtype, q, _slice(k, block, size, 2), _QK)
             s = s * head_dim**-0.5
             if fp8:
-                s = s * q_scales * _slice(k_scales, block, size, 2).mT
+                s = s * (q_scales * _slice(k_scales, block, size, 2).mT)
             visible = _visible(
                 q_positions,
                 q_segments,
@@ -134,41 +132,31 @@ def attention_forward(
                 _slice(kv_segments, block, size, 1),
                 groups,
             )
-            return jnp.where(visible, round_to(s, jnp.float32), -jnp.inf)
+            return jnp.where(visible, s, -jnp.inf)
 
         def weighted_values(p, block):
             values = _slice(v, block, size, 2)
             if not fp8:
                 p = round_to(p, values.dtype)
                 return numerics.dot(dtype, p, values, _PV)
-            p = round_to(
-                p.astype(dtype) * _slice(v_scales, block, size, 2).mT, jnp.float32
-            )
+            p = round_to(p * _slice(v_scales, block, size, 2).mT, jnp.float32)
             p = quantize(p, (1, size), power_of_two=True)
-            partial = round_to(numerics.dot(dtype, p.codes, values, _PV), jnp.float32)
-            return partial.astype(dtype) * p.scales.astype(dtype)
+            return numerics.dot(dtype, p.codes, values, _PV) * p.scales.astype(dtype)
 
         def step(carry, block):
             maximum, total, accumulator = carry
             s = scores(block)
             new_maximum = jnp.maximum(maximum, jnp.max(s, -1))
             # A row that has seen no key yet keeps -inf; exp(-inf - 0) is 0.
-            safe = jnp.where(jnp.isneginf(new_maximum), 0.0, new_maximum).astype(dtype)
-            p = round_to(jnp.exp(s.astype(dtype) - safe[..., None]), jnp.float32)
-            decay = round_to(jnp.exp(maximum.astype(dtype) - safe), jnp.float32)
-            decay = decay.astype(dtype)
-            total = total.astype(dtype) * decay + jnp.sum(p.astype(dtype), -1)
-            accumulator = accumulator.astype(dtype) * decay[..., None]
-            accumulator = accumulator + weighted_values(p, block)
-            carry = (
-                new_maximum,
-                round_to(total, jnp.float32),
-                round_to(accumulator, jnp.float32),
-            )
-            return carry, None
+            safe = jnp.where(jnp.isneginf(new_maximum), 0.0, new_maximum)
+            p = jnp.exp(s - safe[..., None])
+            decay = jnp.exp(maximum - safe)
+            total = total * decay + jnp.sum(p, -1)
+            accumulator = accumulator * decay[..., None] + weighted_values(p, block)
+            return (new_maximum, total, accumulator), None
 
         # Zeros derived from q vary over the same mesh axes as q inside shard_map.
-        zero = jnp.zeros_like(q, jnp.float32)
+        zero = jnp.zeros_like(q, dtype)
         carry = (zero[..., 0] - jnp.inf, zero[..., 0], zero)
         (maximum, total, accumulator), _ = lax.scan(
             step,
@@ -177,10 +165,10 @@ def attention_forward(
             unroll=num_blocks if num_blocks <= _MAX_UNROLL else 1,
         )
         empty = total == 0.0
-        divisor = jnp.where(empty, 1.0, total).astype(dtype)
-        out = accumulator.astype(dtype) / divisor[..., None]
-        lse = round_to(maximum.astype(dtype) + jnp.log(divisor), jnp.float32)
-        return round_to(out, out_dtype), jnp.where(empty, jnp.inf, lse)
+        divisor = jnp.where(empty, 1.0, total)
+        lse = round_to(maximum + jnp.log(divisor), jnp.float32)
+        out = round_to(accumulator / divisor[..., None], out_dtype)
+        return out, jnp.where(empty, jnp.inf, lse)
 
     return by_platform(forward, q, *keys[:2], q_positions, q_segments, *keys[2:])
 
@@ -252,12 +240,11 @@ def attention_backward(
             p = round_to(p, dtype_out)
             dv = round_to(numerics.dot(dtype, p, d_out, _TN), dtype_out)
             dk = round_to(numerics.dot(dtype, ds, q, _TN), dtype_out)
-            dq = dq.astype(dtype) + numerics.dot(dtype, ds, k_block, _PV)
-            return round_to(dq, jnp.float32), (dk, dv)
+            return dq + numerics.dot(dtype, ds, k_block, _PV), (dk, dv)
 
         dq, (dk, dv) = lax.scan(
             step,
-            jnp.zeros_like(q, jnp.float32),
+            jnp.zeros_like(q, dtype),
             jnp.arange(num_blocks, dtype=jnp.int32),
             unroll=num_blocks if num_blocks <= _MAX_UNROLL else 1,
         )

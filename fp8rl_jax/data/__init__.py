@@ -1,1 +1,1 @@
-
+"""Tokenizers, prompt order and padding."""

@@ -147,7 +147,7 @@ def _matmul_bwd(passes, out_dtype, residuals, dy):
     if passes.wgrad:
         dw = scaled_matmul_nt(quantize(dy.T), x, w_like.dtype)
     else:
-        dw = matmul_nt(dy.T, x.T.astype(dy.dtype), w_like.dtype)
+        dw = matmul_nt(dy.T, round_to(x, dy.dtype).T, w_like.dtype)
     return dx, dw, None
 
 

@@ -30,11 +30,9 @@ def scaled_matmul_nt(
 ) -> Float[Array, "M N"]:
     """a b^T of block-scaled operands, [M, K] by [N, K].
 
-    For each block of 128 along K, ascending: the partial product of the codes is
-    rounded to float32, multiplied by the float32 product of both scales and added to a
-    float32 accumulator (multiply and add round once, as an FMA does). The accumulator
-    is rounded once to ``out_dtype``. A row of the result depends on that row of ``a``
-    alone, never on M.
+    For each block of 128 along K, ascending: the partial product of the codes times the
+    product of both scales is added to the accumulator, which is rounded once to
+    ``out_dtype``. A row of the result depends on that row of ``a`` alone, never on M.
 
     Args:
       a: [M, K], scales one per (1 or 128 rows, 128 columns).
@@ -60,19 +58,13 @@ def scaled_matmul_nt(
     def product(dtype, *blocks):
         def scaled_partial(block):
             a_codes, a_scales, b_codes, b_scales = block
-            partial = round_to(numerics.dot(dtype, a_codes, b_codes, _NT), jnp.float32)
-            scale = round_to(
-                a_scales[:, None].astype(dtype) * b_scales[None, :].astype(dtype),
-                jnp.float32,
-            )
-            return partial.astype(dtype) * scale.astype(dtype)
+            scale = a_scales[:, None].astype(dtype) * b_scales[None, :].astype(dtype)
+            return numerics.dot(dtype, a_codes, b_codes, _NT) * scale
 
         def step(accumulator, block):
-            total = accumulator.astype(dtype) + scaled_partial(block)
-            return round_to(total, jnp.float32), None
+            return accumulator + scaled_partial(block), None
 
-        first = round_to(scaled_partial([x[0] for x in blocks]), jnp.float32)
-        rest = [x[1:] for x in blocks]
+        first, *rest = scaled_partial([x[0] for x in blocks]), *[x[1:] for x in blocks]
         num_rest = rest[0].shape[0]
         unroll = max(num_rest, 1) if num_rest < _MAX_UNROLL else 1
         accumulator, _ = lax.scan(step, first, rest, unroll=unroll)

@@ -95,8 +95,8 @@ def quantize(
         scales = jnp.where(amax < _AMAX_FLOOR, jnp.ones_like(scales), scales)
         if power_of_two:
             scales = _ceil_power_of_two(scales)
-        quotient = x.astype(dtype) / scales[..., :, None, :, None].astype(dtype)
-        codes = round_e4m3(round_to(quotient, jnp.float32)).astype(E4M3)
+        quotient = x.astype(jnp.float32) / scales[..., :, None, :, None]
+        codes = round_e4m3(quotient).astype(E4M3)
         *lead, rows, b0, columns, b1 = codes.shape
         return scales, codes.reshape(*lead, rows * b0, columns * b1)[..., :m, :n]
 

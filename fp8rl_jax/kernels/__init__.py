@@ -1,1 +1,1 @@
-
+"""Hardware kernels on raw arrays; imports nothing else of this package."""

@@ -1,1 +1,1 @@
-
+"""Models, each with its configuration, forward pass and checkpoints."""

@@ -1,1 +1,1 @@
-
+"""Tasks: problems and the judges of their answers."""

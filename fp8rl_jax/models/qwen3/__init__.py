@@ -1,1 +1,1 @@
-
+"""Qwen3: configuration, forward pass, initialisation, Hugging Face files."""

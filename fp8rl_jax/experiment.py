@@ -1,0 +1,259 @@
+"""From a configuration to the parts of a run, checked before anything is compiled."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+from ml_collections import ConfigDict
+
+from fp8rl_jax.data.prompts import PromptSet, tokenize_prompts
+from fp8rl_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from fp8rl_jax.fp8 import Recipe, get_recipe
+from fp8rl_jax.grpo import Algorithm, policy_loss, preset
+from fp8rl_jax.learner import (
+    Learner,
+    OptimizerConfig,
+    negative_log_likelihood,
+)
+from fp8rl_jax.models.qwen3.checkpoint import load_hf, resolve_model
+from fp8rl_jax.models.qwen3.config import QWEN3_SIZES, Qwen3Config
+from fp8rl_jax.models.qwen3.init import init_params
+from fp8rl_jax.parallel.mesh import check_divides, make_mesh
+from fp8rl_jax.parallel.rules import DEFAULT_RULES
+from fp8rl_jax.rollout import RolloutEngine, SamplingParams, StaticRolloutEngine
+from fp8rl_jax.tasks.arithmetic import ArithmeticConfig, ArithmeticTask, Level
+from fp8rl_jax.tasks.base import Example, Task
+from fp8rl_jax.tasks.gsm8k import GSM8KConfig, GSM8KTask
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The immutable parts of a run.
+
+    Attributes:
+      config: the configuration it was built from.
+      model: shape of the model.
+      recipe: what runs in FP8.
+      algorithm: advantages and loss.
+      mesh: the devices.
+      tokenizer: text to ids.
+      task: problems and their grader.
+      train_prompts: rendered training prompts.
+      validation_prompts: rendered held-out prompts.
+      engine: the sampler.
+      sampling: how training completions are drawn.
+      learner: the GRPO learner.
+    """
+
+    config: ConfigDict
+    model: Qwen3Config
+    recipe: Recipe
+    algorithm: Algorithm
+    mesh: Mesh
+    tokenizer: Tokenizer
+    task: Task
+    train_prompts: PromptSet[Example]
+    validation_prompts: PromptSet[Example]
+    engine: RolloutEngine
+    sampling: SamplingParams
+    learner: Learner
+
+    def initial_params(self) -> PyTree[Array]:
+        """Float32 masters: the checkpoint's, or random; directly in shards."""
+        shardings = self.learner.state_shardings().params
+        if self.config.model.path:
+            folder = resolve_model(self.config.model.path)
+            return load_hf(folder, self.model, shardings, jnp.float32)
+        key = jax.random.key(self.config.seed)
+        return init_params(self.model, key, shardings, std=self.config.model.init_std)
+
+    def warm_start_learner(self) -> Learner:
+        """The learner of the supervised phase."""
+        c = self.config.warm_start
+        optimizer = dict(self.config.optimizer)
+        optimizer |= {
+            "learning_rate": c.learning_rate,
+            "warmup_steps": c.warmup_steps,
+            "decay_steps": 0,
+        }
+        return _learner(
+            self.config,
+            self.model,
+            self.recipe,
+            self.mesh,
+            self.tokenizer,
+            OptimizerConfig(**optimizer),
+            negative_log_likelihood,
+        )
+
+
+def build(config: ConfigDict) -> Experiment:
+    """Builds and checks everything that needs no parameters.
+
+    Raises:
+      ValueError: an option, file, tokenizer or mesh that cannot work, naming it and
+        the remedy. Nothing has been compiled by then.
+    """
+    recipe = get_recipe(config.recipe)
+    algorithm = _algorithm(config)
+    mesh = make_mesh(**config.mesh)
+    model = _model_config(config)
+    tokenizer = _tokenizer(config)
+    check_tokenizer(tokenizer, model.vocab_size)
+    _check_batch(config)
+    _check_mesh(config, model, mesh)
+    _check_updates(config, algorithm)
+    task = _task(config)
+    sampling = SamplingParams(
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop_ids=tokenizer.stop_ids,
+        num_samples=config.grpo.num_generations_per_prompt,
+    )
+    render = functools.partial(
+        tokenize_prompts,
+        render=lambda example: task.render(example, tokenizer),
+        max_length=config.task.max_prompt_length,
+        too_long="drop",
+    )
+    loss_fn = functools.partial(policy_loss, config=algorithm.loss)
+    optimizer = OptimizerConfig(**config.optimizer)
+    return Experiment(
+        config=config,
+        model=model,
+        recipe=recipe,
+        algorithm=algorithm,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        task=task,
+        train_prompts=render(task.train_source),
+        validation_prompts=render(task.validation_source),
+        engine=StaticRolloutEngine(model, recipe.rollout, tokenizer.vocab_size, mesh),
+        sampling=sampling,
+        learner=_learner(config, model, recipe, mesh, tokenizer, optimizer, loss_fn),
+    )
+
+
+def _learner(config, model, recipe, mesh, tokenizer, optimizer, loss_fn) -> Learner:
+    return Learner(
+        model,
+        recipe,
+        optimizer,
+        loss_fn,
+        vocab_size=tokenizer.vocab_size,
+        temperature=config.sampling.temperature,
+        remat=config.train.remat,
+        mesh=mesh,
+    )
+
+
+def _algorithm(config: ConfigDict) -> Algorithm:
+    c = config.loss
+    algorithm = preset(c.algorithm, max_response_length=config.sampling.max_new_tokens)
+
+    def override(target, names):
+        changes = {name: c[name] for name in names if c[name] is not None}
+        return dataclasses.replace(target, **changes)
+
+    advantages = override(algorithm.advantages, ["baseline", "normalize_std"])
+    names = [f.name for f in dataclasses.fields(algorithm.loss) if f.name in c]
+    return Algorithm(advantages, override(algorithm.loss, names))
+
+
+def _model_config(config: ConfigDict) -> Qwen3Config:
+    if config.model.path:
+        return Qwen3Config.from_hf_folder(resolve_model(config.model.path))
+    if config.model.size == "custom":
+        return Qwen3Config(**config.model.custom)
+    if config.model.size not in QWEN3_SIZES:
+        raise ValueError(
+            f"model.size={config.model.size!r}: choose one of "
+            f"{', '.join(QWEN3_SIZES)}, custom; or give model.path."
+        )
+    return QWEN3_SIZES[config.model.size]
+
+
+def _tokenizer(config: ConfigDict) -> Tokenizer:
+    path = config.tokenizer.path or config.model.path
+    if not path:
+        raise ValueError(
+            "tokenizer.path is empty and there is no model.path to take it from: give "
+            "an HF tokenizer folder, or 'byte'."
+        )
+    if path == "byte":
+        return load_tokenizer("byte")
+    if not config.tokenizer.path:
+        path = resolve_model(path)
+    kwargs = {"enable_thinking": config.tokenizer.enable_thinking}
+    return load_tokenizer(path, kwargs)
+
+
+def _task(config: ConfigDict) -> Task:
+    c = config.task
+    if c.name == "arithmetic":
+        level = Level(c.operators, c.max_operand)
+        return ArithmeticTask(
+            ArithmeticConfig((level,), c.num_validation, c.hold_out_commuted)
+        )
+    if c.name == "gsm8k":
+        for name in ("train_path", "validation_path"):
+            if not c[name]:
+                raise ValueError(
+                    f"task.{name} is empty: give a JSONL file, "
+                    f"--config.task.{name}=FILE."
+                )
+        return GSM8KTask(GSM8KConfig(c.train_path, c.validation_path, c.prompt_format))
+    raise ValueError(f"task.name={c.name!r}: choose gsm8k or arithmetic.")
+
+
+def _check_batch(config: ConfigDict) -> None:
+    g = config.grpo
+    for name in (
+        "num_steps",
+        "num_prompts_per_step",
+        "num_generations_per_prompt",
+        "num_epochs",
+        "num_mini_batches",
+    ):
+        if g[name] < 1:
+            raise ValueError(f"grpo.{name} must be at least 1, got {g[name]}.")
+    rows = g.num_prompts_per_step * g.num_generations_per_prompt
+    per_update = g.num_mini_batches * config.train.micro_batch_size
+    if config.train.micro_batch_size < 1 or rows % per_update:
+        raise ValueError(
+            f"{g.num_prompts_per_step} prompts x {g.num_generations_per_prompt} "
+            f"samples = {rows} rows do not divide into {g.num_mini_batches} "
+            f"mini-batches of micro-batches of {config.train.micro_batch_size}: change "
+            "grpo.num_prompts_per_step, grpo.num_mini_batches or "
+            "train.micro_batch_size."
+        )
+
+
+def _check_mesh(config: ConfigDict, model: Qwen3Config, mesh: Mesh) -> None:
+    check_divides(
+        mesh,
+        DEFAULT_RULES,
+        {
+            "heads": model.num_heads,
+            "kv_heads": model.num_kv_heads,
+            "mlp": model.intermediate_size,
+            "embed": model.hidden_size,
+            "vocab": model.vocab_size,
+        },
+    )
+    check_divides(mesh, DEFAULT_RULES, {"batch": config.train.micro_batch_size})
+    check_divides(mesh, DEFAULT_RULES, {"batch": config.grpo.num_prompts_per_step})
+    if config.warm_start.enabled:
+        check_divides(mesh, DEFAULT_RULES, {"batch": config.warm_start.batch_size})
+
+
+def _check_updates(config: ConfigDict, algorithm: Algorithm) -> None:
+    updates = config.grpo.num_epochs * config.grpo.num_mini_batches
+    if updates > 1 and algorithm.loss.old_policy == "current":
+        raise ValueError(
+            f"loss.old_policy='current' fixes the ratio at 1, but each rollout serves "
+            f"{updates} updates: set it to 'rollout' or 'recomputed'."
+        )

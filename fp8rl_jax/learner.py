@@ -1,0 +1,401 @@
+"""One optimiser step: micro-batches, gradients, masters, and codes quantised once.
+
+Used by GRPO and by supervised fine-tuning alike; they differ in the loss alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from fp8rl_jax.data.batching import TokenBatch
+from fp8rl_jax.fp8 import Precision, Recipe
+from fp8rl_jax.fp8.weights import (
+    quantize_weights,
+    sampling_weights,
+    training_weights,
+)
+from fp8rl_jax.grpo import Normalizer, combine_metrics
+from fp8rl_jax.logprobs import token_log_probs
+from fp8rl_jax.models.qwen3.axes import param_axes
+from fp8rl_jax.models.qwen3.config import Qwen3Config
+from fp8rl_jax.models.qwen3.model import REMAT_POLICIES, Qwen3, abstract_params
+from fp8rl_jax.parallel.rules import DEFAULT_RULES
+from fp8rl_jax.parallel.sharding import tree_shardings
+
+# (log_probs, inputs, normalizer) -> (loss, metrics); inputs have a field ``mask``.
+LossFn = Callable[[Array, Any, Normalizer], tuple[Array, dict[str, Array]]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint holds of the learner.
+
+    Attributes:
+      step: int32 scalar, optimiser steps taken.
+      params: float32 masters.
+      opt_state: optimiser state.
+    """
+
+    step: Int[Array, ""]
+    params: PyTree[Array]
+    opt_state: PyTree
+
+
+class UpdateResult(NamedTuple):
+    """What an update leaves behind.
+
+    Attributes:
+      state: the new state; the old one, with nothing but its step changed, if the loss
+        or the gradient was not finite.
+      codes: FP8 codes of the new masters.
+      metrics: scalars: the loss function's, ``grad_norm``, ``lr`` and ``finite``.
+      log_probs: float32 [micro-batches, rows, T], by the masters before the update.
+    """
+
+    state: TrainState
+    codes: PyTree
+    metrics: dict[str, Array]
+    log_probs: Float[Array, "A B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and a global-norm clip.
+
+    Attributes:
+      learning_rate: peak, reached after the warm-up.
+      warmup_steps: optimiser steps of linear warm-up.
+      warmup_start: learning rate of the first step, as a share of the peak.
+      decay_steps: 0 keeps the peak; otherwise a cosine reaches 0 after so many
+        optimiser steps, the warm-up included.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: decoupled decay of embeddings and kernels (not of norm scales).
+      max_grad_norm: global norm to clip at.
+    """
+
+    learning_rate: float
+    warmup_steps: int = 0
+    warmup_start: float = 0.1
+    decay_steps: int = 0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        if not self.learning_rate > 0 or not self.max_grad_norm > 0:
+            raise ValueError(
+                "learning_rate and max_grad_norm must be positive, got "
+                f"{self.learning_rate} and {self.max_grad_norm}."
+            )
+        if self.decay_steps and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps={self.decay_steps} must exceed "
+                f"warmup_steps={self.warmup_steps}, or be 0 for no decay."
+            )
+
+    def schedule(self) -> optax.Schedule:
+        """Learning rate of each optimiser step, counted from 0."""
+        peak, start = self.learning_rate, self.learning_rate * self.warmup_start
+        warmup = optax.linear_schedule(start, peak, max(self.warmup_steps, 1))
+        if self.decay_steps:
+            rest = optax.cosine_decay_schedule(
+                peak, self.decay_steps - self.warmup_steps
+            )
+        else:
+            rest = optax.constant_schedule(peak)
+        return optax.join_schedules([warmup, rest], [self.warmup_steps])
+
+    def transform(self) -> optax.GradientTransformation:
+        """The optax transformation."""
+
+        def decays(params):
+            return jax.tree.map_with_path(
+                lambda path, _: path[-1].key != "scale", params
+            )
+
+        return optax.chain(
+            optax.clip_by_global_norm(self.max_grad_norm),
+            optax.adamw(
+                self.schedule(),
+                b1=self.b1,
+                b2=self.b2,
+                eps=self.eps,
+                weight_decay=self.weight_decay,
+                mask=decays,
+            ),
+        )
+
+
+class Learner:
+    """Updates a policy; holds no arrays.
+
+    Args:
+      config: the model.
+      recipe: what runs in FP8.
+      optimizer: the optimiser.
+      loss_fn: (log_probs, loss inputs, normalizer) -> (loss, metrics); the sum of its
+        losses over micro-batches is the loss of the batch.
+      vocab_size: the tokenizer's ids; the model's further ids have no probability.
+      temperature: of the policy: the sampling temperature.
+      remat: rematerialisation policy of the layers.
+      mesh: device mesh; None for one device.
+
+    Attributes:
+      update: (state, codes, batch, inputs) -> UpdateResult, see :meth:`_update`.
+      score: (weights, batch) -> log-probs, see :meth:`_score`.
+      quantize: params -> FP8 codes of the linear kernels.
+      rollout_weights: (params, codes) -> the policy as the sampler reads it.
+      frozen_weights: (params, codes) -> the policy as `score` reads it.
+
+    Raises:
+      ValueError: an unknown remat policy, or a mesh that does not divide the model.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        recipe: Recipe,
+        optimizer: OptimizerConfig,
+        loss_fn: LossFn,
+        *,
+        vocab_size: int,
+        temperature: float = 1.0,
+        remat: str = "full",
+        mesh: Mesh | None = None,
+    ):
+        if remat not in REMAT_POLICIES:
+            raise ValueError(
+                f"Unknown remat policy {remat!r}: choose one of "
+                f"{', '.join(REMAT_POLICIES)}."
+            )
+        if not temperature > 0:
+            raise ValueError(
+                f"The policy's temperature must be positive, got {temperature}: greedy "
+                "samples have no policy gradient."
+            )
+        self._config = config
+        self._recipe = recipe
+        self._schedule = optimizer.schedule()
+        self._tx = optimizer.transform()
+        self._loss_fn = loss_fn
+        self._log_probs = functools.partial(
+            policy_log_probs,
+            config,
+            recipe.train,
+            vocab_size=vocab_size,
+            temperature=temperature,
+        )
+        self._remat = remat
+        self._mesh = mesh
+        shardings = self.state_shardings()
+        self.update = jax.jit(
+            self._update,
+            donate_argnums=(0, 1),
+            out_shardings=None
+            if shardings is None
+            else UpdateResult(shardings, None, None, None),
+        )
+        self.quantize = jax.jit(self._quantize)
+        self.rollout_weights = jax.jit(self._weights_for(recipe.rollout))
+        self.frozen_weights = jax.jit(self._weights_for(recipe.train))
+        self.score = jax.jit(self._score)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, allocating nothing."""
+        params = abstract_params(self._config)
+        state = TrainState(
+            jax.ShapeDtypeStruct((), jnp.int32),
+            params,
+            jax.eval_shape(self._tx.init, params),
+        )
+        shardings = self.state_shardings()
+        if shardings is None:
+            return state
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            state,
+            shardings,
+        )
+
+    def state_shardings(self) -> TrainState | None:
+        """Shardings of the state over the mesh; None without a mesh."""
+        if self._mesh is None:
+            return None
+        params = abstract_params(self._config)
+        axes = param_axes(self._config.tie_word_embeddings)
+        shardings = tree_shardings(self._mesh, DEFAULT_RULES, axes, params)
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+        opt_state = optax.tree.map_params(
+            self._tx,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self._tx.init, params),
+            shardings,
+            transform_non_params=lambda _: replicated,
+        )
+        return TrainState(replicated, shardings, opt_state)
+
+    def init(self, params: PyTree[Array]) -> TrainState:
+        """A fresh state around float32 masters."""
+        shardings = self.state_shardings()
+        opt_state = jax.jit(
+            self._tx.init,
+            out_shardings=None if shardings is None else shardings.opt_state,
+        )(params)
+        step = jnp.zeros((), jnp.int32)
+        if shardings is not None:
+            step = jax.device_put(step, shardings.step)
+        return TrainState(step, params, opt_state)
+
+    def put(self, batch: PyTree[np.ndarray]) -> PyTree[Array]:
+        """Host arrays [micro-batches, rows, ...] to the devices, rows split."""
+        if self._mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+        spec = PartitionSpec(None, DEFAULT_RULES.batch)
+        sharding = NamedSharding(self._mesh, spec)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, x), batch
+        )
+
+    def _quantize(self, params):
+        """FP8 codes of the linear kernels, as far as the recipe uses any."""
+        recipe = self._recipe
+        if recipe.rollout.linear.forward or recipe.train.linear.forward:
+            return quantize_weights(params)
+        return jax.tree.map(lambda _: None, params)
+
+    def _weights_for(self, precision: Precision):
+        """(params, codes) -> the policy without its masters, for that precision."""
+        return functools.partial(
+            sampling_weights,
+            precision=precision.linear,
+            dtype=jnp.dtype(self._config.dtype),
+        )
+
+    def _score(self, weights, batch: TokenBatch):
+        """Log-probs [micro-batches, rows, T] by the trainer's forward pass.
+
+        Args:
+          weights: `frozen_weights` of the policy, or of a reference.
+          batch: TokenBatch of [micro-batches, rows, T].
+        """
+        return lax.map(functools.partial(self._log_probs, weights), batch)
+
+    def _update(self, state, codes, batch: TokenBatch, inputs):
+        """One optimiser step over a batch cut into micro-batches.
+
+        Args:
+          state: masters and optimiser state (donated).
+          codes: FP8 codes of the masters (donated).
+          batch: TokenBatch of [micro-batches, rows, T].
+          inputs: pytree of [micro-batches, rows, ...] for the loss function; its
+            ``mask`` marks the targets that the loss counts.
+
+        Returns:
+          UpdateResult.
+        """
+        normalizer = Normalizer.from_mask(
+            inputs.mask.reshape(-1, inputs.mask.shape[-1])
+        )
+
+        def loss(params, tokens, inputs):
+            weights = training_weights(params, codes, self._recipe.train.linear)
+            log_probs = self._log_probs(weights, tokens, remat=self._remat)
+            value, metrics = self._loss_fn(log_probs, inputs, normalizer)
+            return value, (metrics, log_probs)
+
+        def micro_batch(total, xs):
+            grads, aux = jax.grad(loss, has_aux=True)(state.params, *xs)
+            return jax.tree.map(jnp.add, total, grads), aux
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        grads, (metrics, log_probs) = lax.scan(micro_batch, zeros, (batch, inputs))
+        metrics = combine_metrics(metrics)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+        # optax promotes float by int implicitly; callers may have forbidden that.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            lr = jnp.asarray(self._schedule(state.step), jnp.float32)
+
+        def keep_if_finite(new, old):
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        params = keep_if_finite(params, state.params)
+        opt_state = keep_if_finite(opt_state, state.opt_state)
+        metrics |= {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "finite": finite.astype(jnp.float32),
+            "global_valid_toks": normalizer.tokens,
+            "global_valid_seqs": normalizer.sequences,
+        }
+        state = TrainState(state.step + 1, params, opt_state)
+        return UpdateResult(state, self._quantize(params), metrics, log_probs)
+
+
+def policy_log_probs(
+    config: Qwen3Config,
+    precision: Precision,
+    weights: PyTree,
+    batch: TokenBatch,
+    *,
+    vocab_size: int,
+    temperature: float,
+    remat: str = "none",
+) -> Float[Array, "B T"]:
+    """Log-probability of every target under the policy at the temperature.
+
+    Args:
+      config: the model.
+      precision: what runs in FP8.
+      weights: masters with or without codes, or the sampler's weights.
+      batch: TokenBatch of [B, T].
+      vocab_size: ids that have a probability.
+      temperature: positive.
+      remat: rematerialisation policy of the layers.
+    """
+    model = Qwen3(config, weights)
+    hidden, _ = model(
+        batch.tokens,
+        batch.positions,
+        precision,
+        segments=batch.segments,
+        remat=remat,
+    )
+    return token_log_probs(
+        hidden,
+        model.head,
+        batch.targets,
+        temperature=temperature,
+        vocab_size=vocab_size,
+    )
+
+
+class SupervisedInputs(NamedTuple):
+    """Inputs of :func:`negative_log_likelihood`: ``mask`` [B, T] of counted targets."""
+
+    mask: Array
+
+
+def negative_log_likelihood(
+    log_probs: Float[Array, "B T"], inputs: SupervisedInputs, normalizer: Normalizer
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The supervised loss: mean over the counted tokens of the whole batch."""
+    counted = jnp.where(inputs.mask.astype(bool), log_probs, 0.0)
+    loss = -jnp.sum(counted) / jnp.maximum(normalizer.tokens, 1.0)
+    return loss, {"loss": lax.stop_gradient(loss)}

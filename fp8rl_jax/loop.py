@@ -1,0 +1,514 @@
+"""The GRPO loop: prompts -> rollouts -> rewards -> advantages -> update -> report."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, PyTree
+from ml_collections import ConfigDict
+
+from fp8rl_jax.checkpoint import Checkpointer, all_finite
+from fp8rl_jax.console import Reporter, Sample, print_table
+from fp8rl_jax.data.batching import micro_batches, place_on_targets, token_rows
+from fp8rl_jax.data.prompts import PromptBatch, PromptIterator
+from fp8rl_jax.experiment import Experiment, build
+from fp8rl_jax.grpo import (
+    LossInputs,
+    group_advantages,
+    kl_penalized_rewards,
+)
+from fp8rl_jax.learner import TrainState
+from fp8rl_jax.learning_curve import plot_learning_curve
+from fp8rl_jax.metrics import open_metrics
+from fp8rl_jax.parallel.start import is_primary
+from fp8rl_jax.preemption import PreemptionGuard
+from fp8rl_jax.resume import check_config_compatible
+from fp8rl_jax.rollout import FinishReason, Prompts, Rollouts, SamplingParams
+from fp8rl_jax.tasks.base import Grade
+from fp8rl_jax.tasks.pool import GradingPool
+from fp8rl_jax.timing import Timer, memory_metrics
+from fp8rl_jax.validation import grade_rollouts, validate
+from fp8rl_jax.warm_start import warm_start
+
+_log = logging.getLogger(__name__)
+
+# A resumed run must agree with its checkpoint on these.
+_FIXED = ("seed", "recipe", "model", "tokenizer", "task", "loss", "optimizer")
+_FIXED_GRPO = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+# Offsets of the sampling seed: validation never reuses training noise.
+_VALIDATION_SEED = 1
+# Meaningful only before the weights change: taken from a rollout's first update.
+_FIRST_UPDATE = (
+    "token_mult_prob_error",
+    "logprob_abs_diff",
+    "logprob_abs_diff_max",
+    "seq_mult_prob_error_max",
+    "gen_kl_error",
+    "policy_kl_error",
+    "js_divergence_error",
+    "sampling_importance_ratio",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run ends with.
+
+    Attributes:
+      step: GRPO steps completed.
+      finished: False if the run was told to stop early.
+      accuracy: held-out accuracy by stage, in order.
+      run_dir: where everything is.
+    """
+
+    step: int
+    finished: bool
+    accuracy: dict[str, float]
+    run_dir: Path
+
+
+def train(config: ConfigDict) -> Result:
+    """Runs, or resumes, a whole experiment.
+
+    Raises:
+      ValueError: the configuration, data, checkpoint or mesh cannot work; nothing has
+        been compiled by then.
+      FloatingPointError: a loss or gradient was not finite; the last checkpoint stands.
+    """
+    if not config.run_dir:
+        raise ValueError("run_dir is empty: give a folder, --config.run_dir=DIR.")
+    experiment = build(config)
+    with (
+        jax.set_mesh(experiment.mesh),
+        PreemptionGuard() as guard,
+        GradingPool(
+            experiment.task, config.grading.num_workers, config.grading.timeout_s
+        ) as pool,
+        Checkpointer(
+            Path(config.run_dir) / "checkpoints",
+            keep=config.checkpoint.keep,
+            best_metric="validation/accuracy",
+        ) as checkpointer,
+    ):
+        return _Run(experiment, pool, checkpointer, guard).run()
+
+
+class _Run:
+    """The mutable side of an experiment."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        pool: GradingPool,
+        checkpointer: Checkpointer,
+        guard: PreemptionGuard,
+    ):
+        self._experiment = experiment
+        self._config = experiment.config
+        self._learner = experiment.learner
+        self._pool = pool
+        self._checkpointer = checkpointer
+        self._guard = guard
+        self._run_dir = Path(self._config.run_dir)
+        self._timer = Timer()
+        self._prompts = PromptIterator(
+            experiment.train_prompts,
+            self._config.grpo.num_prompts_per_step,
+            self._config.seed,
+        )
+        self._sinks = ["jsonl"]
+        if self._config.logging.tensorboard:
+            self._sinks.append("tensorboard")
+        if not is_primary():
+            self._sinks = []
+        self._accuracy: dict[str, float] = {}
+        self._needs_reference = experiment.algorithm.loss.kl_coefficient > 0
+        self._advantages = jax.jit(
+            lambda rewards: group_advantages(rewards, experiment.algorithm.advantages)
+        )
+
+    def run(self) -> Result:
+        """Starts or resumes, trains to the last step, reports."""
+        self._describe()
+        resumed = self._checkpointer.latest_step()
+        if resumed is None:
+            started = self._start()
+            if started is None:
+                print("Stopped during the warm start; it begins anew next time.")
+                return Result(0, False, self._accuracy, self._run_dir)
+            state, reference, step = *started, 0
+        else:
+            state, reference, step = *self._resume(), resumed
+            print(f"Resuming after step {step} from {self._checkpointer.directory}.")
+        codes = self._learner.quantize(state.params)
+        total = self._config.grpo.num_steps
+        with (
+            open_metrics(
+                self._run_dir, "grpo", self._sinks, None if resumed is None else step
+            ) as writer,
+            Reporter(total, "grpo") as reporter,
+        ):
+            if resumed is None:
+                metrics = {}
+                if self._config.validation.at_start:
+                    stage = "before GRPO"
+                    if self._config.warm_start.enabled:
+                        stage = "after the warm start"
+                    metrics = self._validate(state, codes, 0, stage)
+                    writer.write(0, metrics)
+                self._save(state, reference, 0, metrics)
+            while step < total and not self._guard.should_stop():
+                state, codes, metrics, samples = self._step(
+                    state, codes, reference, step
+                )
+                step += 1
+                if self._due(self._config.validation.period, step) or (
+                    step == total and self._config.validation.at_end
+                ):
+                    metrics |= self._validate(state, codes, step, "after GRPO")
+                writer.write(step, metrics)
+                reporter.step(step, metrics)
+                if self._due(self._config.logging.samples_period, step):
+                    reporter.samples(samples)
+                if self._due(self._config.checkpoint.period, step) or step == total:
+                    self._save(state, reference, step, metrics)
+            if self._checkpointer.latest_step() != step:
+                self._save(state, reference, step, {})
+        self._checkpointer.wait()
+        return self._finish(step)
+
+    def _describe(self) -> None:
+        e, c = self._experiment, self._config
+        model = c.model.path or f"random weights, size {c.model.size}"
+        print(
+            f"Model: {model}, {e.model.num_parameters:,} parameters. "
+            f"Recipe: {c.recipe}. "
+            f"Mesh: {dict(e.mesh.shape)} of {jax.devices()[0].device_kind}.\n"
+            f"Task: {e.task.name}, {len(e.train_prompts)} training prompts "
+            f"({e.train_prompts.num_dropped} dropped as too long), "
+            f"{len(e.validation_prompts)} held out."
+        )
+        if not e.recipe.one_policy and e.algorithm.loss.tis_ratio is None:
+            print(
+                f"Warning: recipe {c.recipe!r} samples and trains in different "
+                "precision and loss.tis_ratio is off; set it to 2.0 for truncated "
+                "importance sampling."
+            )
+
+    def _start(self) -> tuple[TrainState, PyTree | None] | None:
+        """Initial state and reference policy, after the warm start if there is one."""
+        params = self._experiment.initial_params()
+        if self._config.warm_start.enabled:
+            codes = self._learner.quantize(params)
+            weights = self._learner.rollout_weights(params, codes)
+            self._accuracy["at the start"] = self._accuracy_of(weights)
+            with (
+                open_metrics(self._run_dir, "warm_start", self._sinks) as writer,
+                Reporter(
+                    self._config.warm_start.max_steps,
+                    "warm start",
+                    {"loss": "train/loss", "accuracy": "validation/accuracy"},
+                ) as reporter,
+            ):
+                metrics = {"validation/accuracy": self._accuracy["at the start"]}
+                writer.write(0, metrics)
+                done = warm_start(
+                    self._experiment,
+                    params,
+                    self._accuracy_of,
+                    writer,
+                    reporter,
+                    self._guard.should_stop,
+                )
+            if done is None:
+                return None
+            params, self._accuracy["after the warm start"] = done
+        state = self._learner.init(params)
+        reference = None
+        if self._needs_reference:
+            codes = self._learner.quantize(state.params)
+            reference = self._learner.frozen_weights(state.params, codes)
+        return state, reference
+
+    def _resume(self) -> tuple[TrainState, PyTree | None]:
+        abstract: dict[str, Any] = {"train": self._learner.abstract_state()}
+        if self._needs_reference:
+            params = abstract["train"].params
+            codes = jax.eval_shape(self._learner.quantize, params)
+            shapes = jax.eval_shape(self._learner.frozen_weights, params, codes)
+            replicated = jax.sharding.NamedSharding(
+                self._experiment.mesh, jax.sharding.PartitionSpec()
+            )
+            abstract["reference"] = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+                shapes,
+            )
+        restored, meta = self._checkpointer.restore(abstract)
+        check_config_compatible(
+            meta["config"], self._config.to_dict(), _FIXED + _FIXED_GRPO
+        )
+        self._prompts.set_state(meta["prompts"])
+        self._accuracy = dict(meta["accuracy"])
+        return restored["train"], restored.get("reference")
+
+    def _save(self, state, reference, step: int, metrics: dict[str, float]) -> None:
+        if not bool(all_finite(state.params)):
+            raise FloatingPointError(
+                f"The parameters are not finite after step {step}; nothing was saved "
+                f"and the last checkpoint in {self._checkpointer.directory} stands."
+            )
+        arrays = {"train": state}
+        if reference is not None:
+            arrays["reference"] = reference
+        meta = {
+            "config": self._config.to_dict(),
+            "prompts": self._prompts.get_state(),
+            "accuracy": self._accuracy,
+        }
+        with self._timer.phase("checkpointing"):
+            self._checkpointer.save(step, arrays, meta, metrics)
+
+    def _step(
+        self, state: TrainState, codes: PyTree, reference: PyTree | None, step: int
+    ) -> tuple[TrainState, PyTree, dict[str, float], list[Sample]]:
+        """One GRPO step."""
+        e, c, timer = self._experiment, self._config, self._timer
+        group = c.grpo.num_generations_per_prompt
+        with timer.phase("total_step_time"):
+            batch = next(self._prompts)
+            with timer.phase("generation"):
+                weights = self._learner.rollout_weights(state.params, codes)
+                rollouts = e.engine.generate(
+                    weights, _prompts_of(batch, group), e.sampling, (c.seed, step)
+                )
+                del weights
+            if not np.isfinite(rollouts.log_probs).all():
+                raise FloatingPointError(
+                    f"The sampler's log-probs of step {step + 1} are not finite; the "
+                    "last checkpoint stands."
+                )
+            with timer.phase("reward_calculation"):
+                examples = [x for x in batch.examples for _ in range(group)]
+                grades, texts = grade_rollouts(
+                    rollouts, examples, e.tokenizer, self._pool
+                )
+                rewards = np.array([g.reward for g in grades], np.float32)
+                if c.grpo.shuffle_rewards:
+                    rng = np.random.default_rng((c.seed, step))
+                    rewards = rng.permutation(rewards)
+                rewards = rewards.reshape(-1, group)
+            with timer.phase("data_processing"):
+                prompts = [p for p in batch.tokens for _ in range(group)]
+                completions = [
+                    row[:n]
+                    for row, n in zip(rollouts.tokens, rollouts.lengths, strict=True)
+                ]
+                tokens, mask = token_rows(prompts, completions)
+                rollout_log_probs = place_on_targets(rollouts.log_probs, mask)
+            with timer.phase("policy_and_reference_logprobs"):
+                old = reference_log_probs = None
+                if e.algorithm.loss.old_policy == "recomputed":
+                    frozen = self._learner.frozen_weights(state.params, codes)
+                    old = self._score(frozen, tokens)
+                    del frozen
+                if reference is not None:
+                    reference_log_probs = self._score(reference, tokens)
+            with timer.phase("advantage_calculation"):
+                penalized = jnp.asarray(rewards)
+                if reference is not None and e.algorithm.loss.kl_placement == "reward":
+                    penalized = kl_penalized_rewards(
+                        penalized,
+                        jnp.asarray(rollout_log_probs if old is None else old),
+                        jnp.asarray(reference_log_probs),
+                        jnp.asarray(mask),
+                        e.algorithm.loss.kl_coefficient,
+                    )
+                    reference_log_probs = None
+                advantages = np.asarray(self._advantages(penalized))
+            with timer.phase("policy_training"):
+                inputs = LossInputs(
+                    mask,
+                    advantages.reshape(-1),
+                    old,
+                    rollout_log_probs,
+                    reference_log_probs,
+                )
+                state, codes, updates = self._updates(
+                    state, codes, tokens, inputs, step
+                )
+        metrics = _step_metrics(batch, rollouts, grades, rewards, advantages, mask)
+        metrics |= updates | memory_metrics()
+        metrics |= _with_throughput(timer.collect(), metrics, jax.device_count())
+        shown = [
+            Sample(e.tokenizer.decode(prompts[i]), texts[i], float(rewards.flat[i]))
+            for i in range(0, len(texts), group)
+        ]
+        return state, codes, metrics, shown[: c.logging.num_samples]
+
+    def _score(self, weights: PyTree, tokens) -> Float[np.ndarray, "R T"]:
+        rows = self._config.train.micro_batch_size
+        batch = self._learner.put(micro_batches(tokens, rows))
+        scored = np.asarray(self._learner.score(weights, batch))
+        return scored.reshape(-1, scored.shape[-1])
+
+    def _updates(self, state, codes, tokens, inputs, step):
+        """Every optimiser step that one rollout batch serves."""
+        c, learner = self._config, self._learner
+        num_rows = len(inputs.mask)
+        results = []
+        for epoch in range(c.grpo.num_epochs):
+            order = np.arange(num_rows)
+            if c.grpo.num_mini_batches > 1:
+                rng = np.random.default_rng((c.seed, step, epoch))
+                order = rng.permutation(num_rows)
+            for rows in np.split(order, c.grpo.num_mini_batches):
+                mini_batch = jax.tree.map(lambda x, r=rows: x[r], (tokens, inputs))
+                arrays = micro_batches(mini_batch, c.train.micro_batch_size)
+                result = learner.update(state, codes, *learner.put(arrays))
+                state, codes = result.state, result.codes
+                results.append(result.metrics)
+        metrics = _combine_updates(jax.device_get(results))
+        if not metrics["train/finite"]:
+            raise FloatingPointError(
+                f"The loss or gradient of step {step + 1} is not finite "
+                f"(loss {metrics['train/loss']}, norm {metrics['train/grad_norm']}); "
+                "the last checkpoint stands."
+            )
+        return state, codes, metrics
+
+    def _validation_sampling(self, temperature: float, num_samples: int):
+        return dataclasses.replace(
+            self._experiment.sampling, temperature=temperature, num_samples=num_samples
+        )
+
+    def _run_validation(self, weights: PyTree, sampling: SamplingParams, step: int):
+        e, c = self._experiment, self._config
+        return validate(
+            e.engine,
+            weights,
+            e.validation_prompts,
+            sampling,
+            e.tokenizer,
+            self._pool,
+            key=(c.seed + _VALIDATION_SEED, step),
+            max_prompts=c.validation.max_prompts,
+            batch_size=c.validation.batch_size,
+        )
+
+    def _accuracy_of(self, weights: PyTree) -> float:
+        """Greedy held-out accuracy, for the warm start."""
+        sampling = self._validation_sampling(0.0, 1)
+        return self._run_validation(weights, sampling, 0)[0]["accuracy"]
+
+    def _validate(self, state, codes, step: int, stage: str) -> dict[str, float]:
+        c = self._config.validation
+        with self._timer.phase("validation"):
+            weights = self._learner.rollout_weights(state.params, codes)
+            sampling = self._validation_sampling(c.temperature, c.num_samples)
+            metrics, _ = self._run_validation(weights, sampling, step)
+        self._accuracy[stage] = metrics["accuracy"]
+        return {f"validation/{name}": value for name, value in metrics.items()}
+
+    @staticmethod
+    def _due(period: int, step: int) -> bool:
+        return period > 0 and step % period == 0
+
+    def _finish(self, step: int) -> Result:
+        finished = step >= self._config.grpo.num_steps
+        if not finished:
+            print(f"Stopped after step {step}; the same command resumes the run.")
+        if is_primary():
+            if self._accuracy:
+                rows = [
+                    {"held-out accuracy": stage, "": f"{accuracy:.1%}"}
+                    for stage, accuracy in self._accuracy.items()
+                ]
+                print_table(rows)
+            curve = plot_learning_curve(self._run_dir / "metrics.jsonl")
+            print(f"Checkpoints:    {self._checkpointer.directory}")
+            print(f"Metrics:        {self._run_dir / 'metrics.jsonl'}")
+            print(f"Learning curve: {curve}")
+        return Result(step, finished, self._accuracy, self._run_dir)
+
+
+def _prompts_of(batch: PromptBatch, group: int) -> Prompts:
+    count = len(batch.tokens)
+    ids = np.arange(count * group, dtype=np.int32).reshape(count, group)
+    return Prompts([list(tokens) for tokens in batch.tokens], ids)
+
+
+def _combine_updates(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """One set of metrics for the optimiser steps of a rollout batch."""
+
+    def combine(name: str) -> float:
+        values = np.array([u[name] for u in updates])
+        if name in _FIRST_UPDATE:
+            return values[0].item()
+        if name.endswith("_min") or name == "finite":
+            return values.min().item()
+        return (values.max() if name.endswith("_max") else values.mean()).item()
+
+    return {f"train/{name}": combine(name) for name in updates[0]}
+
+
+def _step_metrics(
+    batch: PromptBatch,
+    rollouts: Rollouts,
+    grades: Sequence[Grade],
+    rewards: Float[np.ndarray, "P G"],
+    advantages: Float[np.ndarray, "P G"],
+    mask: Bool[np.ndarray, "R T"],
+) -> dict[str, float]:
+    """What the rollouts and their grades say, under NeMo RL's names."""
+    prompt_lengths = np.array([len(tokens) for tokens in batch.tokens])
+    truncated = rollouts.finish_reasons == FinishReason.LENGTH
+    best, worst = rewards.max(axis=1), rewards.min(axis=1)
+    total = prompt_lengths.sum() * rewards.shape[1] + rollouts.lengths.sum()
+    metrics = {
+        "train/reward": rewards.mean(),
+        "train/accuracy": np.mean([g.correct for g in grades]),
+        "train/grading_failures": sum(g.failure is not None for g in grades),
+        "train/pct_mixed_groups": (best != worst).mean(),
+        "train/advantages_min": advantages.min(),
+        "train/advantages_max": advantages.max(),
+        "train/mean_prompt_length": prompt_lengths.mean(),
+        "train/mean_gen_tokens_per_sample": rollouts.lengths.mean(),
+        "train/max_gen_tokens_per_sample": rollouts.lengths.max(),
+        "train/truncation_rate": truncated.mean(),
+        "train/natural_termination_rate": 1.0 - truncated.mean(),
+        "train/total_num_tokens": total,
+        "train/padding_rate": 1.0 - (total - len(mask)) / mask.size,
+    }
+    components: dict[str, list[float]] = {}
+    for grade in grades:
+        for name, value in grade.components.items():
+            components.setdefault(f"train/reward_{name}", []).append(value)
+    metrics |= {name: np.mean(values) for name, values in components.items()}
+    if truncated.all():
+        _log.warning(
+            "Every completion was cut at max_new_tokens: does the prompt use the chat "
+            "template, and does the model know the stop token?"
+        )
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _with_throughput(
+    timing: dict[str, float], metrics: dict[str, float], num_devices: int
+) -> dict[str, float]:
+    """Adds rates to the times of the phases."""
+    tokens = metrics["train/total_num_tokens"]
+    generated = metrics["train/global_valid_toks"]
+    seconds = {name.rpartition("/")[2]: value for name, value in timing.items()}
+    rate = tokens / seconds["total_step_time"]
+    return timing | {
+        "performance/tokens_per_sec": rate,
+        "performance/tokens_per_sec_per_gpu": rate / num_devices,
+        "performance/generation_tokens_per_sec": generated / seconds["generation"],
+        "performance/policy_training_tokens_per_sec": tokens
+        / seconds["policy_training"],
+    }
