@@ -15,6 +15,7 @@ On CPU a program lowered from here therefore gives the same bits for a row whate
 batch, the padding and the fusion around it. docs/numerics.md has the bounds.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,9 @@ CPU_ACCUMULATION_DTYPE = "float64"
 
 
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Rounds to nearest even once; no compiler pass removes it.
+    """Rounds to nearest even; no compiler pass removes it.
+
+    float64 reaches bfloat16 by way of float32.
 
     Args:
       x: any floating array, normally in the accumulation dtype.
@@ -87,7 +90,14 @@ def by_platform(fn: Callable[..., Any], *args: Any) -> Any:
     def elsewhere(*args):
         return fn(jnp.dtype("float32"), *args)
 
-    return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+    # Autodiff of an enclosing scan splits a conditional into what depends on the scan's
+    # constants alone and the rest, and keeps the former (the attention masks of all KV
+    # blocks, float64 zeros) as residuals. Under checkpoint it keeps nothing.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def choose(*args):
+        return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+
+    return choose(*args)
 
 
 def wide(fn: Callable[..., Any], out_dtypes: Any, *args: Array) -> Any:

@@ -65,6 +65,7 @@ def quantize(
 ) -> ScaledArray:
     """Quantises blocks of the two last axes with scale = amax / 448.
 
+    Codes are ``x * (1 / scale)`` in float32, reciprocal and product rounded once each.
     An all-zero block gets scale 1 and codes 0. A block that holds inf or NaN
     dequantises to non-finite values throughout: nothing hides it. Ragged edges behave
     as if padded with zeros. Not differentiable.
@@ -95,8 +96,11 @@ def quantize(
         scales = jnp.where(amax < _AMAX_FLOOR, jnp.ones_like(scales), scales)
         if power_of_two:
             scales = _ceil_power_of_two(scales)
-        quotient = x.astype(jnp.float32) / scales[..., :, None, :, None]
-        codes = round_e4m3(quotient).astype(E4M3)
+        # XLA turns some float32 divisions into products with the reciprocal, depending
+        # on the program around them; a product written as such is always that one.
+        inverse = round_to(1.0 / scales.astype(dtype), jnp.float32)
+        scaled = x.astype(jnp.float32) * inverse[..., :, None, :, None]
+        codes = round_e4m3(scaled).astype(E4M3)
         *lead, rows, b0, columns, b1 = codes.shape
         return scales, codes.reshape(*lead, rows * b0, columns * b1)[..., :m, :n]
 

@@ -73,14 +73,17 @@ def sampling_weights(
     precision: LinearPrecision,
     dtype: jnp.dtype = jnp.bfloat16,
 ) -> PyTree[Array | ScaledArray]:
-    """What the sampler reads: FP8 codes where the recipe says so, else ``dtype``."""
+    """What the sampler reads: FP8 codes where the recipe says so, else ``dtype``.
 
-    def pick(x, code):
+    Norm scales stay as they are: the trainer multiplies by them unrounded.
+    """
+
+    def pick(path, x, code):
         if code is not None and precision.forward:
             return code
-        return round_to(x, dtype)
+        return x if path[-1].key == "scale" else round_to(x, dtype)
 
-    return jax.tree.map(pick, params, codes)
+    return jax.tree.map_with_path(pick, params, codes)
 
 
 def training_weights(
