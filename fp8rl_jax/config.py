@@ -41,7 +41,8 @@ def base_config() -> ConfigDict:
     c.task.validation_path = ""  # gsm8k: likewise, held out
     c.task.prompt_format = "chat"  # gsm8k: chat | plain
     c.task.max_prompt_length = 2048  # tokens; longer prompts are dropped and counted
-    c.task.max_operand = 19  # arithmetic: a+b with a, b from 0 to this
+    c.task.max_operand = 19  # arithmetic: operands run from 0 to this
+    c.task.num_operands = 2  # arithmetic
     c.task.operators = "+"  # arithmetic: any of +-*
     c.task.num_validation = 200  # arithmetic: problems held out
     c.task.hold_out_commuted = True  # arithmetic: b+a is held out with a+b

@@ -194,7 +194,7 @@ def _tokenizer(config: ConfigDict) -> Tokenizer:
 def _task(config: ConfigDict) -> Task:
     c = config.task
     if c.name == "arithmetic":
-        level = Level(c.operators, c.max_operand)
+        level = Level(c.operators, c.max_operand, c.num_operands)
         return ArithmeticTask(
             ArithmeticConfig((level,), c.num_validation, c.hold_out_commuted)
         )

@@ -196,8 +196,8 @@ class _Run:
         if not e.recipe.one_policy and e.algorithm.loss.tis_ratio is None:
             print(
                 f"Warning: recipe {c.recipe!r} samples and trains in different "
-                "precision and loss.tis_ratio is off; set it to 2.0 for truncated "
-                "importance sampling."
+                "precision and loss.tis_ratio is off. For truncated importance "
+                "sampling set it to 2.0 and loss.old_policy to 'recomputed'."
             )
 
     def _start(self) -> tuple[TrainState, PyTree | None] | None:

@@ -32,12 +32,21 @@ def main(argv: list[str]) -> None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses the command line; an unknown option ends with the nearest name."""
+    """Parses the command line; what is wrong with it becomes one line.
+
+    An unknown option ends with the nearest name.
+    """
     try:
-        return app.parse_flags_with_usage(argv)
+        arguments = app.parse_flags_with_usage(argv)
+        _CONFIG.value.lock()  # Only now does a file that is not there raise.
+    except OSError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
     except (AttributeError, KeyError) as error:
-        message = str(error.args[0]).replace("\n", ". ")
-        sys.exit(f"error: unknown option {message}")
+        cause = error.args[0]
+        if isinstance(cause, KeyError):
+            cause = cause.args[0]
+        sys.exit(f"error: unknown option {'. '.join(str(cause).splitlines())}")
+    return arguments
 
 
 def run() -> None:

@@ -10,7 +10,7 @@ from fp8rl_jax.fp8 import BLOCK, Precision, ScaledArray, quantize
 
 Entries = Float[Array, "..."] | ScaledArray
 # Below one block, cache lengths are rounded to this many slots.
-_SMALL_ROUND = 16
+_SMALL_ROUND = 8
 
 
 def quantize_kv(x: Float[Array, "B K S H"]) -> ScaledArray:

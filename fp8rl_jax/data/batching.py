@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-_SMALL_ROUND = 16
+_SMALL_ROUND = 8
 _BLOCK = 128
 
 
@@ -30,7 +30,7 @@ class TokenBatch(NamedTuple):
 def bucket_length(length: int) -> int:
     """The padded length for rows of up to ``length`` tokens.
 
-    Multiples of 16 up to 128; then 128 times 1, 2, 3, 4, 6, 8, 12, ...: at most a third
+    Multiples of 8 up to 128; then 128 times 1, 2, 3, 4, 6, 8, 12, ...: at most a third
     is padding, and few programs are compiled.
     """
     if length <= _BLOCK:

@@ -1,6 +1,8 @@
-"""Arithmetic on small integers: `7+15=` is answered by `22`."""
+"""Arithmetic on small integers: `7+15=` is answered by `22`, `3+4+5=` by `12`."""
 
 import dataclasses
+import functools
+import itertools
 import operator
 import random
 from collections.abc import Sequence
@@ -13,21 +15,26 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A difficulty level: every pair of operands from 0 to `max_operand`.
+    """A difficulty level: every choice of operands from 0 to `max_operand`.
 
     Attributes:
-      operators: Any of `+`, `-` and `*`.
+      operators: Any of `+`, `-` and `*`. With more than two operands one operator
+        stands between all of them.
       max_operand: The largest operand.
+      num_operands: Operands of a problem.
     """
 
     operators: str = "+"
     max_operand: int = 19
+    num_operands: int = 2
 
     def __post_init__(self):
         if not self.operators or set(self.operators) - set(_OPERATIONS):
             raise ValueError(f"operators must be among '+-*', got {self.operators!r}")
         if self.max_operand < 0:
             raise ValueError(f"max_operand must be >= 0, got {self.max_operand}")
+        if self.num_operands < 2:
+            raise ValueError(f"num_operands must be >= 2, got {self.num_operands}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +46,8 @@ class ArithmeticConfig:
         share belongs to the first.
       num_validation: Problems held out from training, drawn at random.
       hold_out_commuted: Whether `a+b` and `b+a` (and products) are always on the same
-        side of the split, so that no held-out sum is seen in training the other way
-        round. The held-out count may then be one larger than asked for.
+        side of the split, so that no held-out sum is seen in training in another
+        order. The held-out count may then be a little larger than asked for.
       seed: Of the split.
     """
 
@@ -82,25 +89,23 @@ class ArithmeticTask:
 
 
 def _split(config: ArithmeticConfig) -> tuple[list[Example], list[Example]]:
-    problems: dict[tuple[str, int, int], int] = {}
+    problems: dict[tuple[str, tuple[int, ...]], int] = {}
     for index, level in enumerate(config.levels):
-        operands = range(level.max_operand + 1)
+        choices = range(level.max_operand + 1)
         for op in level.operators:
-            for a in operands:
-                for b in operands:
-                    problems.setdefault((op, a, b), index)
+            for operands in itertools.product(choices, repeat=level.num_operands):
+                problems.setdefault((op, operands), index)
     if not 0 < config.num_validation < len(problems) - 1:
         raise ValueError(
             f"cannot hold out {config.num_validation} of {len(problems)} problems: "
             "lower num_validation or raise max_operand"
         )
     # Problems with the same key stay together, so the two sides are disjoint.
-    groups: dict[tuple[str, int, int], list[Example]] = {}
-    for (op, a, b), index in problems.items():
-        key = (op, a, b)
-        if config.hold_out_commuted and op in "+*":
-            key = (op, min(a, b), max(a, b))
-        groups.setdefault(key, []).append(_example(op, a, b, index))
+    groups: dict[tuple[str, tuple[int, ...]], list[Example]] = {}
+    for (op, operands), index in problems.items():
+        commutes = config.hold_out_commuted and op in "+*"
+        key = (op, tuple(sorted(operands)) if commutes else operands)
+        groups.setdefault(key, []).append(_example(op, operands, index))
     keys = sorted(groups)
     random.Random(config.seed).shuffle(keys)
     train, validation = [], []
@@ -110,7 +115,7 @@ def _split(config: ArithmeticConfig) -> tuple[list[Example], list[Example]]:
     return train, validation
 
 
-def _example(op: str, a: int, b: int, level: int) -> Example:
-    problem = f"{a}{op}{b}"
-    answer = str(_OPERATIONS[op](a, b))
+def _example(op: str, operands: tuple[int, ...], level: int) -> Example:
+    problem = op.join(map(str, operands))
+    answer = str(functools.reduce(_OPERATIONS[op], operands))
     return Example(problem, f"{problem}=", answer, {"level": level})
