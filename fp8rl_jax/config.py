@@ -95,7 +95,7 @@ def base_config() -> ConfigDict:
     c.sampling.max_new_tokens = 1024
 
     c.validation = ConfigDict()
-    c.validation.period = 10  # steps; 0: never
+    c.validation.period = 10  # steps; 0: no validation at all
     c.validation.at_start = True
     c.validation.at_end = True
     c.validation.max_prompts = 256

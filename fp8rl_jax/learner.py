@@ -324,7 +324,7 @@ class Learner:
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         grads, (metrics, log_probs) = lax.scan(micro_batch, zeros, (batch, inputs))
         metrics = combine_metrics(metrics)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
         # optax promotes float by int implicitly; callers may have forbidden that.
         with jax.numpy_dtype_promotion("standard"):

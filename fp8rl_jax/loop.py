@@ -92,7 +92,7 @@ def train(config: ConfigDict) -> Result:
         Checkpointer(
             Path(config.run_dir) / "checkpoints",
             keep=config.checkpoint.keep,
-            best_metric="validation/accuracy",
+            best_metric="validation/accuracy" if config.validation.period else None,
         ) as checkpointer,
     ):
         return _Run(experiment, pool, checkpointer, guard).run()
@@ -155,7 +155,7 @@ class _Run:
         ):
             if resumed is None:
                 metrics = {}
-                if self._config.validation.at_start:
+                if self._validates(0, last=False):
                     stage = "before GRPO"
                     if self._config.warm_start.enabled:
                         stage = "after the warm start"
@@ -167,9 +167,7 @@ class _Run:
                     state, codes, reference, step
                 )
                 step += 1
-                if self._due(self._config.validation.period, step) or (
-                    step == total and self._config.validation.at_end
-                ):
+                if self._validates(step, last=step == total):
                     metrics |= self._validate(state, codes, step, "after GRPO")
                 writer.write(step, metrics)
                 reporter.step(step, metrics)
@@ -413,6 +411,13 @@ class _Run:
             metrics, _ = self._run_validation(weights, sampling, step)
         self._accuracy[stage] = metrics["accuracy"]
         return {f"validation/{name}": value for name, value in metrics.items()}
+
+    def _validates(self, step: int, last: bool) -> bool:
+        c = self._config.validation
+        if c.period == 0:
+            return False
+        wanted = c.at_start if step == 0 else step % c.period == 0
+        return wanted or (last and c.at_end)
 
     @staticmethod
     def _due(period: int, step: int) -> bool:
