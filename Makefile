@@ -48,7 +48,7 @@ test-slow: setup
 
 # On a machine with a Hopper GPU, after `make setup EXTRAS=dev,cuda12`.
 test-gpu: setup
-	JAX_PLATFORMS=cuda $(BIN)/python -m pytest tests/gpu
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest tests/gpu
 
 lint: setup
 	$(BIN)/ruff check

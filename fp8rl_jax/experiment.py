@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,23 @@ from fp8rl_jax.rollout import RolloutEngine, SamplingParams, StaticRolloutEngine
 from fp8rl_jax.tasks.arithmetic import ArithmeticConfig, ArithmeticTask, Level
 from fp8rl_jax.tasks.base import Example, Task
 from fp8rl_jax.tasks.gsm8k import GSM8KConfig, GSM8KTask
+
+_COUNTS = (
+    "grpo.num_steps",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.num_epochs",
+    "grpo.num_mini_batches",
+    "train.micro_batch_size",
+    "validation.max_prompts",
+    "validation.batch_size",
+    "validation.num_samples",
+)
+_WARM_START_COUNTS = (
+    "warm_start.max_steps",
+    "warm_start.batch_size",
+    "warm_start.eval_period",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +121,7 @@ def build(config: ConfigDict) -> Experiment:
     model = _model_config(config)
     tokenizer = _tokenizer(config)
     check_tokenizer(tokenizer, model.vocab_size)
+    _check_ranges(config)
     _check_batch(config)
     _check_mesh(config, model, mesh)
     _check_updates(config, algorithm)
@@ -209,20 +228,23 @@ def _task(config: ConfigDict) -> Task:
     raise ValueError(f"task.name={c.name!r}: choose gsm8k or arithmetic.")
 
 
+def _check_ranges(config: ConfigDict) -> None:
+    names = (*_COUNTS, *(_WARM_START_COUNTS if config.warm_start.enabled else ()))
+    for name in names:
+        value = operator.attrgetter(name)(config)
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if config.validation.temperature < 0:
+        raise ValueError(
+            f"validation.temperature={config.validation.temperature} must be 0 "
+            "(greedy) or positive."
+        )
+
+
 def _check_batch(config: ConfigDict) -> None:
     g = config.grpo
-    for name in (
-        "num_steps",
-        "num_prompts_per_step",
-        "num_generations_per_prompt",
-        "num_epochs",
-        "num_mini_batches",
-    ):
-        if g[name] < 1:
-            raise ValueError(f"grpo.{name} must be at least 1, got {g[name]}.")
     rows = g.num_prompts_per_step * g.num_generations_per_prompt
-    per_update = g.num_mini_batches * config.train.micro_batch_size
-    if config.train.micro_batch_size < 1 or rows % per_update:
+    if rows % (g.num_mini_batches * config.train.micro_batch_size):
         raise ValueError(
             f"{g.num_prompts_per_step} prompts x {g.num_generations_per_prompt} "
             f"samples = {rows} rows do not divide into {g.num_mini_batches} "
@@ -230,6 +252,14 @@ def _check_batch(config: ConfigDict) -> None:
             "grpo.num_prompts_per_step, grpo.num_mini_batches or "
             "train.micro_batch_size."
         )
+    if config.warm_start.enabled:
+        rows = config.warm_start.batch_size
+        micro = config.train.micro_batch_size
+        if rows > micro and rows % micro:
+            raise ValueError(
+                f"warm_start.batch_size={rows} does not divide into micro-batches of "
+                f"train.micro_batch_size={micro}: change either."
+            )
 
 
 def _check_mesh(config: ConfigDict, model: Qwen3Config, mesh: Mesh) -> None:

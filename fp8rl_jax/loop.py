@@ -37,9 +37,19 @@ from fp8rl_jax.warm_start import warm_start
 
 _log = logging.getLogger(__name__)
 
-# A resumed run must agree with its checkpoint on these.
-_FIXED = ("seed", "recipe", "model", "tokenizer", "task", "loss", "optimizer")
-_FIXED_GRPO = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+# A resumed run must agree with its checkpoint on these. Files may have moved: the
+# prompts themselves are compared.
+_FIXED = (
+    "seed",
+    "recipe",
+    "model.size",
+    "model.custom",
+    "task.name",
+    "loss",
+    "optimizer",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+)
 # Offsets of the sampling seed: validation never reuses training noise.
 _VALIDATION_SEED = 1
 # Meaningful only before the weights change: taken from a rollout's first update.
@@ -247,9 +257,7 @@ class _Run:
                 shapes,
             )
         restored, meta = self._checkpointer.restore(abstract)
-        check_config_compatible(
-            meta["config"], self._config.to_dict(), _FIXED + _FIXED_GRPO
-        )
+        check_config_compatible(meta["config"], self._config.to_dict(), _FIXED)
         self._prompts.set_state(meta["prompts"])
         self._accuracy = dict(meta["accuracy"])
         return restored["train"], restored.get("reference")
