@@ -123,6 +123,7 @@ def build(config: ConfigDict) -> Experiment:
     check_tokenizer(tokenizer, model.vocab_size)
     _check_ranges(config)
     _check_batch(config)
+    _check_lengths(config, model)
     _check_mesh(config, model, mesh)
     _check_updates(config, algorithm)
     task = _task(config)
@@ -260,6 +261,15 @@ def _check_batch(config: ConfigDict) -> None:
                 f"warm_start.batch_size={rows} does not divide into micro-batches of "
                 f"train.micro_batch_size={micro}: change either."
             )
+
+
+def _check_lengths(config: ConfigDict, model: Qwen3Config) -> None:
+    prompt, new = config.task.max_prompt_length, config.sampling.max_new_tokens
+    if prompt + new > model.max_position_embeddings:
+        raise ValueError(
+            f"task.max_prompt_length={prompt} and sampling.max_new_tokens={new} exceed "
+            f"the model's {model.max_position_embeddings} positions: lower either."
+        )
 
 
 def _check_mesh(config: ConfigDict, model: Qwen3Config, mesh: Mesh) -> None:

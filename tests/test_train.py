@@ -106,6 +106,7 @@ def test_the_tiny_configuration_is_good():
         ({"warm_start__eval_period": 0}, "warm_start.eval_period"),
         ({"train__micro_batch_size": 0}, "train.micro_batch_size"),
         ({"grpo__num_generations_per_prompt": 0}, "must be at least 1, got 0"),
+        ({"sampling__max_new_tokens": 50_000}, "exceed the model's 40960 positions"),
         ({"validation__batch_size": 0}, "validation.batch_size"),
         ({"validation__max_prompts": 0}, "validation.max_prompts"),
         ({"validation__num_samples": 0}, "validation.num_samples must be at least 1"),
