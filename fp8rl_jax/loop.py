@@ -1,15 +1,13 @@
 """The GRPO loop: prompts -> rollouts -> rewards -> advantages -> update -> report."""
 
 import dataclasses
-import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, PyTree
+from jaxtyping import Float, PyTree
 from ml_collections import ConfigDict
 
 from fp8rl_jax.checkpoint import Checkpointer, all_finite
@@ -28,14 +26,12 @@ from fp8rl_jax.metrics import open_metrics
 from fp8rl_jax.parallel.start import is_primary
 from fp8rl_jax.preemption import PreemptionGuard
 from fp8rl_jax.resume import check_config_compatible
-from fp8rl_jax.rollout import FinishReason, Prompts, Rollouts, SamplingParams
-from fp8rl_jax.tasks.base import Grade
+from fp8rl_jax.rollout import Prompts, SamplingParams
+from fp8rl_jax.step_metrics import combine_updates, step_metrics, with_throughput
 from fp8rl_jax.tasks.pool import GradingPool
 from fp8rl_jax.timing import Timer, memory_metrics
 from fp8rl_jax.validation import grade_rollouts, validate
 from fp8rl_jax.warm_start import warm_start
-
-_log = logging.getLogger(__name__)
 
 # A resumed run must agree with its checkpoint on these. Files may have moved: the
 # prompts themselves are compared.
@@ -52,17 +48,6 @@ _FIXED = (
 )
 # Offsets of the sampling seed: validation never reuses training noise.
 _VALIDATION_SEED = 1
-# Meaningful only before the weights change: taken from a rollout's first update.
-_FIRST_UPDATE = (
-    "token_mult_prob_error",
-    "logprob_abs_diff",
-    "logprob_abs_diff_max",
-    "seq_mult_prob_error_max",
-    "gen_kl_error",
-    "policy_kl_error",
-    "js_divergence_error",
-    "sampling_importance_ratio",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,11 +295,7 @@ class _Run:
                 rewards = rewards.reshape(-1, group)
             with timer.phase("data_processing"):
                 prompts = [p for p in batch.tokens for _ in range(group)]
-                completions = [
-                    row[:n]
-                    for row, n in zip(rollouts.tokens, rollouts.lengths, strict=True)
-                ]
-                tokens, mask = token_rows(prompts, completions)
+                tokens, mask = token_rows(prompts, rollouts.completions())
                 rollout_log_probs = place_on_targets(rollouts.log_probs, mask)
             with timer.phase("policy_and_reference_logprobs"):
                 old = reference_log_probs = None
@@ -347,9 +328,9 @@ class _Run:
                 state, codes, updates = self._updates(
                     state, codes, tokens, inputs, step
                 )
-        metrics = _step_metrics(batch, rollouts, grades, rewards, advantages, mask)
+        metrics = step_metrics(batch, rollouts, grades, rewards, advantages, mask)
         metrics |= updates | memory_metrics()
-        metrics |= _with_throughput(timer.collect(), metrics, jax.device_count())
+        metrics |= with_throughput(timer.collect(), metrics, jax.device_count())
         shown = [
             Sample(e.tokenizer.decode(prompts[i]), texts[i], float(rewards.flat[i]))
             for i in range(0, len(texts), group)
@@ -378,7 +359,7 @@ class _Run:
                 result = learner.update(state, codes, *learner.put(arrays))
                 state, codes = result.state, result.codes
                 results.append(result.metrics)
-        metrics = _combine_updates(jax.device_get(results))
+        metrics = combine_updates(jax.device_get(results))
         if not metrics["train/finite"]:
             raise FloatingPointError(
                 f"The loss or gradient of step {step + 1} is not finite "
@@ -453,75 +434,3 @@ def _prompts_of(batch: PromptBatch, group: int) -> Prompts:
     count = len(batch.tokens)
     ids = np.arange(count * group, dtype=np.int32).reshape(count, group)
     return Prompts([list(tokens) for tokens in batch.tokens], ids)
-
-
-def _combine_updates(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """One set of metrics for the optimiser steps of a rollout batch."""
-
-    def combine(name: str) -> float:
-        values = np.array([u[name] for u in updates])
-        if name in _FIRST_UPDATE:
-            return values[0].item()
-        if name.endswith("_min") or name == "finite":
-            return values.min().item()
-        return (values.max() if name.endswith("_max") else values.mean()).item()
-
-    return {f"train/{name}": combine(name) for name in updates[0]}
-
-
-def _step_metrics(
-    batch: PromptBatch,
-    rollouts: Rollouts,
-    grades: Sequence[Grade],
-    rewards: Float[np.ndarray, "P G"],
-    advantages: Float[np.ndarray, "P G"],
-    mask: Bool[np.ndarray, "R T"],
-) -> dict[str, float]:
-    """What the rollouts and their grades say, under NeMo RL's names."""
-    prompt_lengths = np.array([len(tokens) for tokens in batch.tokens])
-    truncated = rollouts.finish_reasons == FinishReason.LENGTH
-    best, worst = rewards.max(axis=1), rewards.min(axis=1)
-    total = prompt_lengths.sum() * rewards.shape[1] + rollouts.lengths.sum()
-    metrics = {
-        "train/reward": rewards.mean(),
-        "train/accuracy": np.mean([g.correct for g in grades]),
-        "train/grading_failures": sum(g.failure is not None for g in grades),
-        "train/pct_mixed_groups": (best != worst).mean(),
-        "train/advantages_min": advantages.min(),
-        "train/advantages_max": advantages.max(),
-        "train/mean_prompt_length": prompt_lengths.mean(),
-        "train/mean_gen_tokens_per_sample": rollouts.lengths.mean(),
-        "train/max_gen_tokens_per_sample": rollouts.lengths.max(),
-        "train/truncation_rate": truncated.mean(),
-        "train/natural_termination_rate": 1.0 - truncated.mean(),
-        "train/total_num_tokens": total,
-        "train/padding_rate": 1.0 - (total - len(mask)) / mask.size,
-    }
-    components: dict[str, list[float]] = {}
-    for grade in grades:
-        for name, value in grade.components.items():
-            components.setdefault(f"train/reward_{name}", []).append(value)
-    metrics |= {name: np.mean(values) for name, values in components.items()}
-    if truncated.all():
-        _log.warning(
-            "Every completion was cut at max_new_tokens: does the prompt use the chat "
-            "template, and does the model know the stop token?"
-        )
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _with_throughput(
-    timing: dict[str, float], metrics: dict[str, float], num_devices: int
-) -> dict[str, float]:
-    """Adds rates to the times of the phases."""
-    tokens = metrics["train/total_num_tokens"]
-    generated = metrics["train/global_valid_toks"]
-    seconds = {name.rpartition("/")[2]: value for name, value in timing.items()}
-    rate = tokens / seconds["total_step_time"]
-    return timing | {
-        "performance/tokens_per_sec": rate,
-        "performance/tokens_per_sec_per_gpu": rate / num_devices,
-        "performance/generation_tokens_per_sec": generated / seconds["generation"],
-        "performance/policy_training_tokens_per_sec": tokens
-        / seconds["policy_training"],
-    }

@@ -25,10 +25,7 @@ def grade_rollouts(
     Returns:
       The grades and the decoded completions.
     """
-    ids = [
-        row[:length].tolist()
-        for row, length in zip(rollouts.tokens, rollouts.lengths, strict=True)
-    ]
+    ids = [completion.tolist() for completion in rollouts.completions()]
     texts = [tokenizer.decode(row) for row in ids]
     return pool.grade(list(zip(examples, texts, ids, strict=True))), texts
 

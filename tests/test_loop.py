@@ -462,7 +462,7 @@ def test_a_non_finite_sampler_stops_the_run(tmp_path, graded, monkeypatch):
 def test_shuffled_rewards_are_the_same_rewards(tmp_path, monkeypatch, graded):
     """The negative control deals each batch's rewards to other samples."""
     dealt = []
-    step_metrics = loop._step_metrics
+    step_metrics = loop.step_metrics
 
     def record(batch, rollouts, grades, rewards, advantages, mask):
         dealt.append(([g.reward for g in grades], rewards.ravel().tolist()))
@@ -472,7 +472,7 @@ def test_shuffled_rewards_are_the_same_rewards(tmp_path, monkeypatch, graded):
         count = len(examples)
         return [Grade(float(i), False) for i in range(count)], ["?"] * count
 
-    monkeypatch.setattr(loop, "_step_metrics", record)
+    monkeypatch.setattr(loop, "step_metrics", record)
     monkeypatch.setattr(loop, "grade_rollouts", distinct)
     train(bf16_config(tmp_path, grpo__shuffle_rewards=True))
     (graded_first, first), (graded_second, second) = dealt

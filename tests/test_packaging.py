@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
     # A proxy or a mirror would be written into the lock file of every user.
     "a package registry": re.compile(
-        r"pypi\.[a-z]|pythonhosted\.|[-_]index[-_]url|\bPIP_(?:INDEX|PROXY)|/[s]imple\b",
+        r"py[p]i\.[a-z]|python[h]osted\.|[-_]index[-_]url|\bPIP_(?:INDEX|PROXY)|/[s]imple\b",
         re.IGNORECASE,
     ),
     "a folder of one machine": re.compile(

@@ -38,20 +38,22 @@ def _num_blocks_and_size(num_keys: int) -> tuple[int, int]:
     return -(-num_keys // size), size
 
 
-def _slice(x: Array | None, block: Int[Array, ""], size: int, axis: int):
-    if x is None:
-        return None
+def _slice(x: Array, block: Int[Array, ""], size: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, block * size, size, axis)
 
 
 def _visible(
     q_positions: Int[Array, "B T"],
     q_segments: Int[Array, "B T"],
-    kv_positions: Int[Array, "B s"],
-    kv_segments: Int[Array, "B s"],
+    kv_positions: Int[Array, "B S"],
+    kv_segments: Int[Array, "B S"],
     groups: int,
+    block: Int[Array, ""],
+    size: int,
 ):
-    """Causal mask within a segment, [B, 1, G*T, s]."""
+    """Causal mask of one block of keys within a segment, [B, 1, G*T, size]."""
+    kv_positions = _slice(kv_positions, block, size, 1)
+    kv_segments = _slice(kv_segments, block, size, 1)
     causal = kv_positions[:, None, :] <= q_positions[:, :, None]
     same = kv_segments[:, None, :] == q_segments[:, :, None]
     return jnp.tile(causal & same, (1, groups, 1))[:, None]
@@ -128,9 +130,11 @@ def attention_forward(
             visible = _visible(
                 q_positions,
                 q_segments,
-                _slice(kv_positions, block, size, 1),
-                _slice(kv_segments, block, size, 1),
+                kv_positions,
+                kv_segments,
                 groups,
+                block,
+                size,
             )
             return jnp.where(visible, s, -jnp.inf)
 
@@ -230,9 +234,11 @@ def attention_backward(
             visible = _visible(
                 q_positions,
                 q_segments,
-                _slice(kv_positions, block, size, 1),
-                _slice(kv_segments, block, size, 1),
+                kv_positions,
+                kv_segments,
                 groups,
+                block,
+                size,
             )
             p = jnp.where(visible, jnp.exp(s - lse[..., None].astype(dtype)), 0.0)
             dp = numerics.dot(dtype, d_out, v_block, _QK)

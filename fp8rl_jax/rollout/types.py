@@ -79,6 +79,11 @@ class Rollouts:
     finish_reasons: Int[np.ndarray, "R"]
     sample_ids: Int[np.ndarray, "R"]
 
+    def completions(self) -> list[Int[np.ndarray, "_"]]:
+        """The token ids of every row, without padding."""
+        rows = zip(self.tokens, self.lengths, strict=True)
+        return [tokens[:length] for tokens, length in rows]
+
 
 class RolloutEngine(Protocol):
     """Draws completions from a policy."""

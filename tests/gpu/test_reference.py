@@ -65,9 +65,7 @@ def test_sampler_and_trainer_are_close(name, bound):
         SamplingParams(max_new_tokens=64, stop_ids=(379,), num_samples=4),
         key=(0, 0),
     )
-    completions = [
-        row[:n] for row, n in zip(rollouts.tokens, rollouts.lengths, strict=True)
-    ]
+    completions = rollouts.completions()
     tokens, mask = token_rows(
         [p for p in prompts.tokens for _ in range(4)], completions
     )

@@ -1,1 +1,0 @@
-"""Hardware kernels on raw arrays; imports nothing else of this package."""
