@@ -4,6 +4,7 @@ References:
   DeepSeek-AI. "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.3.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -13,9 +14,16 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8rl_jax.fp8.matmul import matmul_nt, scaled_matmul_nt
-from fp8rl_jax.fp8.quantize import WEIGHT_BLOCK, dequantize, quantize
+from fp8rl_jax.fp8.quantize import (
+    WEIGHT_BLOCK,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_weight,
+)
 from fp8rl_jax.fp8.recipe import FP8_LINEAR, LinearPrecision
 from fp8rl_jax.fp8.scaled_array import ScaledArray
+from fp8rl_jax.implementation import Implementation
 from fp8rl_jax.numerics import round_to, unify_varying
 
 
@@ -28,7 +36,9 @@ def fp8_dot_general(
     *,
     out_sharding: jax.sharding.NamedSharding | None = None,
     codes: ScaledArray | None = None,
+    transposed_codes: ScaledArray | None = None,
     passes: LinearPrecision = FP8_LINEAR,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "..."]:
     """A drop-in for `lax.dot_general` that computes in block-scaled FP8.
 
@@ -51,14 +61,20 @@ def fp8_dot_general(
       out_sharding: sharding of the result under a mesh with explicit axes.
       codes: ready-made codes of ``rhs`` laid out [N, K] (K-major), used in its place
         and not differentiated. Only without batch axes.
+      transposed_codes: the transpose of ``codes``, [K, N], for dgrad; made from
+        ``codes`` in the backward pass if None.
       passes: which of the three products run in FP8; the others run with operands of
         ``lhs.dtype`` and wide accumulation.
+      implementation: "mosaic" (Hopper GPUs), "triton" (other NVIDIA GPUs, with
+        jax-triton) or "reference"; None takes the best that runs on the platform that
+        the program is lowered for.
 
     Returns:
       The product, batch axes first, then the free axes of ``lhs`` and of ``rhs``.
 
     Raises:
-      ValueError: shapes do not match, or ``codes`` do not fit ``rhs``.
+      ValueError: shapes do not match, ``codes`` do not fit ``rhs``, or the
+        implementation cannot run on the platform.
     """
     del precision
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
@@ -90,10 +106,10 @@ def fp8_dot_general(
                 f"codes must be [N, K] = {w_shape} in blocks {WEIGHT_BLOCK} and need a "
                 f"product without batch axes, got {codes.shape} in {codes.block}."
             )
-    matmul = functools.partial(_matmul, passes, out_dtype)
+    matmul = functools.partial(_matmul, _Static(passes, out_dtype, implementation))
     for _ in lhs_batch:
-        matmul = jax.vmap(matmul, in_axes=(0, 0, None))
-    y = matmul(*unify_varying(x, w, codes))
+        matmul = jax.vmap(matmul, in_axes=(0, 0, None, None))
+    y = matmul(*unify_varying(x, w, codes, transposed_codes))
     y = y.reshape(*x.shape[:-2], *x_free, *w_free)
     if out_sharding is not None:
         y = jax.sharding.reshard(y, out_sharding)
@@ -110,45 +126,80 @@ def _canonical(x: Array, batch, contract) -> tuple[Array, tuple[int, ...]]:
     return x.reshape(*lead, math.prod(free_shape), k), free_shape
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What does not depend on values: hashable, outside of differentiation."""
+
+    passes: LinearPrecision
+    out_dtype: jnp.dtype
+    implementation: Implementation | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(
-    passes: LinearPrecision,
-    out_dtype: jnp.dtype,
+    static: _Static,
     x: Float[Array, "M K"],
     w: Float[Array, "N K"] | None,
     codes: ScaledArray | None,
+    transposed: ScaledArray | None,
 ) -> Float[Array, "M N"]:
-    return _matmul_fwd(passes, out_dtype, x, w, codes)[0]
+    if not static.passes.forward:
+        return matmul_nt(x, round_to(w, x.dtype), static.out_dtype)
+    if codes is None:
+        codes = quantize(w, WEIGHT_BLOCK, implementation=static.implementation)
+    rows = quantize(x, implementation=static.implementation)
+    return scaled_matmul_nt(
+        rows, codes, static.out_dtype, implementation=static.implementation
+    )
 
 
-def _matmul_fwd(passes, out_dtype, x, w, codes):
+def _matmul_fwd(static, x, w, codes, transposed):
+    passes, choice = static.passes, dict(implementation=static.implementation)
     if codes is None and (passes.forward or passes.dgrad):
-        codes = quantize(w, WEIGHT_BLOCK)
-    if passes.forward:
-        y = scaled_matmul_nt(quantize(x), codes, out_dtype)
-    else:
-        y = matmul_nt(x, round_to(w, x.dtype), out_dtype)
+        codes, transposed = quantize_weight(w, **choice)
     # Residuals are FP8 wherever the backward product is: no bf16 copy is kept.
-    x_residual = quantize(x.T) if passes.wgrad else x
-    w_residual = codes if passes.forward or passes.dgrad else w
-    like = (_empty_like(x), None if w is None else _empty_like(w))
-    return y, (x_residual, w_residual, like)
-
-
-def _matmul_bwd(passes, out_dtype, residuals, dy):
-    x, w, (x_like, w_like) = residuals
+    rows, columns = None, x
+    if passes.forward and passes.wgrad:
+        rows, columns = quantize_both(x, **choice)
+    elif passes.forward:
+        rows = quantize(x, **choice)
+    elif passes.wgrad:
+        columns = quantize(x.T, **choice)
+    if passes.forward:
+        y = scaled_matmul_nt(rows, codes, static.out_dtype, **choice)
+    else:
+        y = matmul_nt(x, round_to(w, x.dtype), static.out_dtype)
     if passes.dgrad:
-        dx = scaled_matmul_nt(quantize(dy), w.mT, x_like.dtype)
+        w_residual = codes.mT if transposed is None else transposed
+    else:
+        w_residual = codes if passes.forward else w
+    like = (_empty_like(x), None if w is None else _empty_like(w))
+    return y, (columns, w_residual, like)
+
+
+def _matmul_bwd(static, residuals, dy):
+    x, w, (x_like, w_like) = residuals
+    passes, choice = static.passes, dict(implementation=static.implementation)
+    wgrad = passes.wgrad and w_like is not None
+    rows = columns = None
+    if passes.dgrad and wgrad:
+        rows, columns = quantize_both(dy, **choice)
+    elif passes.dgrad:
+        rows = quantize(dy, **choice)
+    elif wgrad:
+        columns = quantize(dy.T, **choice)
+    if passes.dgrad:
+        dx = scaled_matmul_nt(rows, w, x_like.dtype, **choice)
     else:
         w = dequantize(w, dy.dtype) if isinstance(w, ScaledArray) else w
         dx = matmul_nt(dy, round_to(w, dy.dtype).T, x_like.dtype)
     if w_like is None:
-        return dx, None, None
+        return dx, None, None, None
     if passes.wgrad:
-        dw = scaled_matmul_nt(quantize(dy.T), x, w_like.dtype)
+        dw = scaled_matmul_nt(columns, x, w_like.dtype, **choice)
     else:
         dw = matmul_nt(dy.T, round_to(x, dy.dtype).T, w_like.dtype)
-    return dx, dw, None
+    return dx, dw, None, None
 
 
 def _empty_like(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The plain-JAX matrix products: the block order that every kernel must keep."""
+"""Matrix products: the plain-JAX block order that every kernel keeps, and dispatch."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -7,6 +7,8 @@ from jaxtyping import Array, Float
 from fp8rl_jax import numerics
 from fp8rl_jax.fp8.quantize import BLOCK, pad_to_multiple
 from fp8rl_jax.fp8.scaled_array import ScaledArray
+from fp8rl_jax.implementation import Implementation, PlatformFunction
+from fp8rl_jax.kernels import hopper_gemm, triton_gemm
 from fp8rl_jax.numerics import by_platform, round_to
 
 _NT = (((1,), (1,)), ((), ()))
@@ -26,7 +28,11 @@ def matmul_nt(
 
 
 def scaled_matmul_nt(
-    a: ScaledArray, b: ScaledArray, out_dtype: jnp.dtype
+    a: ScaledArray,
+    b: ScaledArray,
+    out_dtype: jnp.dtype,
+    *,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "M N"]:
     """a b^T of block-scaled operands, [M, K] by [N, K].
 
@@ -38,22 +44,48 @@ def scaled_matmul_nt(
       a: [M, K], scales one per (1 or 128 rows, 128 columns).
       b: [N, K], likewise.
       out_dtype: bfloat16 or float32.
+      implementation: "mosaic" (Hopper GPUs), "triton" (NVIDIA GPUs with jax-triton) or
+        "reference"; None takes the best that runs where the program is lowered for.
 
     Raises:
-      ValueError: the contracted lengths differ or K is not blocked by 128.
+      ValueError: the contracted lengths differ, K is not blocked by 128, or the
+        implementation cannot run on the platform.
     """
     if a.shape[1] != b.shape[1] or a.block[1] != BLOCK or b.block[1] != BLOCK:
         raise ValueError(
             f"scaled_matmul_nt needs [M, K] and [N, K] with K in blocks of {BLOCK}, "
             f"got {a.shape} in blocks {a.block} and {b.shape} in blocks {b.block}."
         )
+    (y,) = _scaled_matmul(
+        a.codes,
+        b.codes,
+        a.scales,
+        b.scales,
+        block_rows=(a.block[0], b.block[0]),
+        out_dtype=jnp.dtype(out_dtype),
+        implementation=implementation,
+    )
+    return y
 
-    def by_block(x: ScaledArray):
+
+def _out_types(a, b, a_scales, b_scales, *, block_rows, out_dtype):
+    del a_scales, b_scales, block_rows
+    return [((a[0], b[0]), out_dtype)]
+
+
+def _rows(scales: Float[Array, "m k"], block_rows: int, rows: int):
+    """One scale per row and block, [K/128, rows]."""
+    if block_rows == 1:
+        return scales.T
+    return jnp.repeat(scales.T, block_rows, axis=1)[:, :rows]
+
+
+def _reference(a, b, a_scales, b_scales, *, block_rows, out_dtype):
+    def by_block(codes, scales, rows):
         """Codes [K/128, rows, 128] and scales [K/128, rows]."""
-        codes = pad_to_multiple(x.codes, (BLOCK,))
-        codes = codes.reshape(x.shape[0], -1, BLOCK).swapaxes(0, 1)
-        scales = jnp.repeat(x.scales.T, x.block[0], axis=1)[:, : x.shape[0]]
-        return codes, scales
+        size = codes.shape[0]
+        codes = pad_to_multiple(codes, (BLOCK,)).reshape(size, -1, BLOCK)
+        return codes.swapaxes(0, 1), _rows(scales, rows, size)
 
     def product(dtype, *blocks):
         def scaled_partial(block):
@@ -70,4 +102,35 @@ def scaled_matmul_nt(
         accumulator, _ = lax.scan(step, first, rest, unroll=unroll)
         return round_to(accumulator, out_dtype)
 
-    return by_platform(product, *by_block(a), *by_block(b))
+    blocks = (
+        *by_block(a, a_scales, block_rows[0]),
+        *by_block(b, b_scales, block_rows[1]),
+    )
+    return (by_platform(product, *blocks),)
+
+
+def _on_gpu(kernel):
+    """Wraps a kernel that takes [K/128, rows] scales and K in whole blocks."""
+
+    def run(a, b, a_scales, b_scales, *, block_rows, out_dtype):
+        a, b = (pad_to_multiple(x, (BLOCK,)) for x in (a, b))
+        a_scales = _rows(a_scales, block_rows[0], a.shape[0])
+        if block_rows[1] == 1:
+            b_scales = b_scales.T
+        y = kernel(
+            a, b, a_scales, b_scales, out_dtype=out_dtype, b_block_rows=block_rows[1]
+        )
+        return (y,)
+
+    return run
+
+
+_scaled_matmul = PlatformFunction(
+    "scaled_matmul",
+    _out_types,
+    _reference,
+    {
+        "mosaic": _on_gpu(hopper_gemm.scaled_gemm),
+        "triton": _on_gpu(triton_gemm.scaled_gemm),
+    },
+)

@@ -5,17 +5,23 @@ References:
   128x128 blocks, one online scale per block).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from fp8rl_jax.fp8.scaled_array import ScaledArray
+from fp8rl_jax.implementation import Implementation, PlatformFunction
+from fp8rl_jax.kernels import hopper_quantize
 from fp8rl_jax.numerics import by_platform, round_to
 
 E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128
+_ONE_OVER_MAX = np.float32(1.0 / E4M3_MAX)
 ACTIVATION_BLOCK = (1, BLOCK)
 WEIGHT_BLOCK = (BLOCK, BLOCK)
 # Below this amax the scale would be subnormal; such a block is zero for our purposes.
@@ -62,19 +68,23 @@ def quantize(
     block: tuple[int, int] = ACTIVATION_BLOCK,
     *,
     power_of_two: bool = False,
+    implementation: Implementation | None = None,
 ) -> ScaledArray:
     """Quantises blocks of the two last axes with scale = amax / 448.
 
-    Codes are ``x * (1 / scale)`` in float32, reciprocal and product rounded once each.
-    An all-zero block gets scale 1 and codes 0. A block that holds inf or NaN
-    dequantises to non-finite values throughout: nothing hides it. Ragged edges behave
-    as if padded with zeros. Not differentiable.
+    In float32 the scale is ``amax * (1 / 448)`` and the codes are ``x * (1 / scale)``,
+    each reciprocal and each product rounded once. An all-zero block gets scale 1 and
+    codes 0. A block that holds inf or NaN dequantises to non-finite values throughout:
+    nothing hides it. Ragged edges behave as if padded with zeros. Not differentiable.
 
     Args:
       x: [..., M, N], bfloat16 or float32.
       block: (rows, columns) that share a scale.
       power_of_two: round scales up to powers of two, so that dequantised values are
         exact in bfloat16.
+      implementation: "mosaic" (Hopper GPUs; the two blocks of linear layers) or
+        "reference"; None takes the best that runs where the program is lowered for.
+        The bits are the same.
 
     Returns:
       The codes and scales of ``x``.
@@ -87,25 +97,128 @@ def quantize(
             f"quantize needs at least two axes and a positive block, got shape "
             f"{x.shape} and block {block}."
         )
+    x = lax.stop_gradient(x)
+    if power_of_two or block not in (ACTIVATION_BLOCK, WEIGHT_BLOCK):
+        codes, scales = _reference(x, block, power_of_two)
+    elif block == WEIGHT_BLOCK:
+        return quantize_weight(x, implementation=implementation)[0]
+    else:
+        codes, scales = _over_leading(_rows, x, implementation)
+    return ScaledArray(codes, scales, block)
+
+
+def quantize_weight(
+    w: Float[Array, "... N K"], *, implementation: Implementation | None = None
+) -> tuple[ScaledArray, ScaledArray]:
+    """A weight in 128x128 blocks, and its transpose: the same codes laid out [K, N].
+
+    The forward product reads the first and dgrad the second; transposition is exact.
+    """
+    w = lax.stop_gradient(w)
+    codes, scales, transposed = _over_leading(_weight, w, implementation)
+    return ScaledArray(codes, scales, WEIGHT_BLOCK), ScaledArray(
+        transposed, scales.mT, WEIGHT_BLOCK
+    )
+
+
+def quantize_both(
+    x: Float[Array, "M N"], *, implementation: Implementation | None = None
+) -> tuple[ScaledArray, ScaledArray]:
+    """``x`` and its transpose, each in 1x128 blocks, in one pass.
+
+    What training needs of an activation and of an output gradient: the first multiplies
+    weights, the second, [N, M], the other operand of wgrad.
+    """
+    outs = _both(lax.stop_gradient(x), implementation=implementation)
+    return ScaledArray(*outs[:2], ACTIVATION_BLOCK), ScaledArray(
+        *outs[2:], ACTIVATION_BLOCK
+    )
+
+
+def _reference(x, block, power_of_two=False):
     m, n = x.shape[-2:]
 
-    def scales_and_codes(dtype, x):
+    def codes_and_scales(dtype, x):
         x = _blocks(pad_to_multiple(x, block), block)
         amax = jnp.max(jnp.abs(x), axis=(-3, -1)).astype(jnp.float32)
-        scales = round_to(amax.astype(dtype) / E4M3_MAX, jnp.float32)
+        # XLA turns some float32 divisions into products with the reciprocal, depending
+        # on the program around them; products written as such are always those.
+        scales = amax * _ONE_OVER_MAX
         scales = jnp.where(amax < _AMAX_FLOOR, jnp.ones_like(scales), scales)
         if power_of_two:
             scales = _ceil_power_of_two(scales)
-        # XLA turns some float32 divisions into products with the reciprocal, depending
-        # on the program around them; a product written as such is always that one.
         inverse = round_to(1.0 / scales.astype(dtype), jnp.float32)
         scaled = x.astype(jnp.float32) * inverse[..., :, None, :, None]
         codes = round_e4m3(scaled).astype(E4M3)
         *lead, rows, b0, columns, b1 = codes.shape
-        return scales, codes.reshape(*lead, rows * b0, columns * b1)[..., :m, :n]
+        return codes.reshape(*lead, rows * b0, columns * b1)[..., :m, :n], scales
 
-    scales, codes = by_platform(scales_and_codes, lax.stop_gradient(x))
-    return ScaledArray(codes, scales, block)
+    return by_platform(codes_and_scales, x)
+
+
+def _over_leading(function, x, implementation):
+    function = functools.partial(function, implementation=implementation)
+    for _ in x.shape[:-2]:
+        function = jax.vmap(function)
+    return function(x)
+
+
+def _num_blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _row_types(x):
+    return [(x, E4M3), ((x[0], _num_blocks(x[1])), jnp.float32)]
+
+
+def _rows_reference(x):
+    return _reference(x, ACTIVATION_BLOCK)
+
+
+def _rows_on_hopper(x):
+    codes, scales = hopper_quantize.quantize_rows(x)
+    return codes, scales.T
+
+
+def _both_reference(x):
+    return *_rows_reference(x), *_rows_reference(x.T)
+
+
+def _both_on_hopper(x):
+    if x.dtype != jnp.bfloat16:  # the kernel transposes 16-bit values
+        return _both_reference(x)
+    codes, scales, codes_t, scales_t = hopper_quantize.quantize_both(x)
+    return codes, scales.T, codes_t[:, : x.shape[0]], scales_t.T
+
+
+def _weight_reference(w):
+    codes, scales = _reference(w, WEIGHT_BLOCK)
+    return codes, scales, codes.T
+
+
+def _weight_on_hopper(w):
+    return hopper_quantize.quantize_weight(w.astype(jnp.float32))
+
+
+_rows = PlatformFunction(
+    "quantize_rows", _row_types, _rows_reference, {"mosaic": _rows_on_hopper}
+)
+_both = PlatformFunction(
+    "quantize_both",
+    lambda x: [*_row_types(x), *_row_types(x[::-1])],
+    _both_reference,
+    {"mosaic": _both_on_hopper},
+)
+_weight = PlatformFunction(
+    "quantize_weight",
+    lambda w: [
+        (w, E4M3),
+        (tuple(_num_blocks(size) for size in w), jnp.float32),
+        (w[::-1], E4M3),
+    ],
+    _weight_reference,
+    {"mosaic": _weight_on_hopper},
+)
 
 
 def expand_scales(q: ScaledArray) -> Float[Array, "... M N"]:

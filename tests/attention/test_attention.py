@@ -69,7 +69,8 @@ def blocked_reference(q, k, v):
 
     def quantised(x, power_of_two):
         amax = np.abs(x).max(-1, keepdims=True)
-        scale = (amax / 448).astype(np.float32).astype(np.float64)
+        scale = amax.astype(np.float32) * np.float32(1 / 448)
+        scale = scale.astype(np.float64)
         scale = np.where(amax == 0, 1.0, scale)
         if power_of_two:
             scale = 2.0 ** np.ceil(np.log2(scale))

@@ -30,7 +30,7 @@ def reference_quantize(x, block, power_of_two=False):
             ]
             amax = np.abs(x[part]).max()
             if amax >= 448 * 2.0**-126:
-                scale = amax / 448
+                scale = amax.astype(np.float32) * np.float32(1 / 448)
                 if power_of_two:
                     scale = 2.0 ** np.ceil(np.log2(np.float32(scale)))
                 scales[i, j] = scale

@@ -1,0 +1,1 @@
+"""GPU kernels on raw arrays; nothing here imports the rest of the package."""

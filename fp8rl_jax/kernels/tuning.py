@@ -1,0 +1,43 @@
+"""Measured kernel configurations by shape, kept as data beside the kernels.
+
+``<kernel>.json`` maps kinds of a product to entries ``{"m", "n", "k", "config"}``;
+``python -m benchmarks.gemm --tune`` writes it. A configuration changes the speed of a
+kernel only, so a table from another card is safe to use.
+"""
+
+import functools
+import json
+from importlib import resources
+from typing import Any
+
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 64, 8192
+
+
+def bucket(m: int) -> int:
+    """The power of two, from 64 to 8,192, that stands for ``m`` rows in the table."""
+    up = 1 << max(m - 1, 1).bit_length()
+    return min(max(up, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+
+
+@functools.cache
+def _table(kernel: str) -> dict[tuple[str, int, int, int], dict[str, Any]]:
+    path = resources.files(__package__) / f"{kernel}.json"
+    entries = json.loads(path.read_text())
+    return {
+        (kind, e["m"], e["n"], e["k"]): e["config"]
+        for kind, rows in entries.items()
+        for e in rows
+    }
+
+
+def lookup(kernel: str, kind: str, m: int, n: int, k: int) -> dict[str, Any] | None:
+    """The configuration measured for a product of that shape; None if there is none.
+
+    Args:
+      kernel: name of the table.
+      kind: kind of product, a key of the table.
+      m: rows; rounded up to their :func:`bucket`.
+      n: columns.
+      k: contracted length.
+    """
+    return _table(kernel).get((kind, bucket(m), n, k))
