@@ -129,9 +129,7 @@ class PlatformFunction:
             shapes = [s[m:] for s, m in zip(shapes, mapped, strict=True)]
 
         def aval(shape, dtype):
-            sharding = avals[0].sharding.update(
-                spec=PartitionSpec(*[None] * len(shape))
-            )
+            spec = PartitionSpec(*[None] * len(shape))
             return avals[0].update(
                 shape=shape,
                 dtype=jax.numpy.dtype(dtype),

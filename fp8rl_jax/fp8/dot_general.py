@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from fp8rl_jax.fp8.gradient_ref import GradientRef
 from fp8rl_jax.fp8.matmul import matmul_nt, scaled_matmul_nt
 from fp8rl_jax.fp8.quantize import (
     WEIGHT_BLOCK,
@@ -37,6 +38,7 @@ def fp8_dot_general(
     out_sharding: jax.sharding.NamedSharding | None = None,
     codes: ScaledArray | None = None,
     transposed_codes: ScaledArray | None = None,
+    gradient_ref: GradientRef | None = None,
     passes: LinearPrecision = FP8_LINEAR,
     implementation: Implementation | None = None,
 ) -> Float[Array, "..."]:
@@ -63,6 +65,9 @@ def fp8_dot_general(
         and not differentiated. Only without batch axes.
       transposed_codes: the transpose of ``codes``, [K, N], for dgrad; made from
         ``codes`` in the backward pass if None.
+      gradient_ref: where the backward pass adds ``drhs``, laid out [N, K], instead of
+        returning it: ``rhs`` then is a constant of differentiation. Only without batch
+        axes.
       passes: which of the three products run in FP8; the others run with operands of
         ``lhs.dtype`` and wide accumulation.
       implementation: "mosaic" (Hopper GPUs), "triton" (other NVIDIA GPUs, with
@@ -73,8 +78,8 @@ def fp8_dot_general(
       The product, batch axes first, then the free axes of ``lhs`` and of ``rhs``.
 
     Raises:
-      ValueError: shapes do not match, ``codes`` do not fit ``rhs``, or the
-        implementation cannot run on the platform.
+      ValueError: shapes do not match, ``codes`` or ``gradient_ref`` do not fit
+        ``rhs``, or the implementation cannot run on the platform.
     """
     del precision
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
@@ -106,10 +111,17 @@ def fp8_dot_general(
                 f"codes must be [N, K] = {w_shape} in blocks {WEIGHT_BLOCK} and need a "
                 f"product without batch axes, got {codes.shape} in {codes.block}."
             )
+    if gradient_ref is not None:
+        if w is None or gradient_ref.shape != w.shape or lhs_batch:
+            raise ValueError(
+                f"gradient_ref must be [N, K] = {w_shape} and needs a weight with a "
+                f"gradient and a product without batch axes, got {gradient_ref.shape}."
+            )
+        w = lax.stop_gradient(w)
     matmul = functools.partial(_matmul, _Static(passes, out_dtype, implementation))
     for _ in lhs_batch:
-        matmul = jax.vmap(matmul, in_axes=(0, 0, None, None))
-    y = matmul(*unify_varying(x, w, codes, transposed_codes))
+        matmul = jax.vmap(matmul, in_axes=(0, 0, None, None, None))
+    y = matmul(*unify_varying(x, w, codes, transposed_codes), gradient_ref)
     y = y.reshape(*x.shape[:-2], *x_free, *w_free)
     if out_sharding is not None:
         y = jax.sharding.reshard(y, out_sharding)
@@ -142,6 +154,7 @@ def _matmul(
     w: Float[Array, "N K"] | None,
     codes: ScaledArray | None,
     transposed: ScaledArray | None,
+    gradient_ref: GradientRef | None,
 ) -> Float[Array, "M N"]:
     if not static.passes.forward:
         return matmul_nt(x, round_to(w, x.dtype), static.out_dtype)
@@ -153,7 +166,7 @@ def _matmul(
     )
 
 
-def _matmul_fwd(static, x, w, codes, transposed):
+def _matmul_fwd(static, x, w, codes, transposed, gradient_ref):
     passes, choice = static.passes, dict(implementation=static.implementation)
     if codes is None and (passes.forward or passes.dgrad):
         codes, transposed = quantize_weight(w, **choice)
@@ -174,11 +187,11 @@ def _matmul_fwd(static, x, w, codes, transposed):
     else:
         w_residual = codes if passes.forward else w
     like = (_empty_like(x), None if w is None else _empty_like(w))
-    return y, (columns, w_residual, like)
+    return y, (columns, w_residual, like, gradient_ref)
 
 
 def _matmul_bwd(static, residuals, dy):
-    x, w, (x_like, w_like) = residuals
+    x, w, (x_like, w_like), gradient_ref = residuals
     passes, choice = static.passes, dict(implementation=static.implementation)
     wgrad = passes.wgrad and w_like is not None
     rows = columns = None
@@ -193,13 +206,17 @@ def _matmul_bwd(static, residuals, dy):
     else:
         w = dequantize(w, dy.dtype) if isinstance(w, ScaledArray) else w
         dx = matmul_nt(dy, round_to(w, dy.dtype).T, x_like.dtype)
-    if w_like is None:
-        return dx, None, None, None
-    if passes.wgrad:
+    dw = None
+    if wgrad and gradient_ref is not None:
+        gradient_ref.add_product(columns, x, static.implementation)
+    elif wgrad:
         dw = scaled_matmul_nt(columns, x, w_like.dtype, **choice)
-    else:
+    elif w_like is not None:
         dw = matmul_nt(dy.T, round_to(x, dy.dtype).T, w_like.dtype)
-    return dx, dw, None, None
+        if gradient_ref is not None:
+            gradient_ref.add(dw)
+            dw = None
+    return dx, dw, None, None, None
 
 
 def _empty_like(x: Array) -> Array:

@@ -1,8 +1,9 @@
 """Matrix products: the plain-JAX block order that every kernel keeps, and dispatch."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fp8rl_jax import numerics
 from fp8rl_jax.fp8.quantize import BLOCK, pad_to_multiple
@@ -22,6 +23,9 @@ def matmul_nt(
     """a b^T with operands of one dtype, wide accumulation and one rounding."""
 
     def product(dtype, a, b):
+        if dtype == jnp.float32 and a.dtype == jnp.bfloat16:
+            # The float32 sums are rounded as they are stored.
+            return lax.dot_general(a, b, _NT, preferred_element_type=out_dtype)
         return round_to(numerics.dot(dtype, a, b, _NT), out_dtype)
 
     return by_platform(product, a, b)
@@ -66,6 +70,40 @@ def scaled_matmul_nt(
         implementation=implementation,
     )
     return y
+
+
+def add_scaled_matmul_nt(
+    buffer: Float[Array, "*L M N"],
+    layer: Int[Array, ""] | None,
+    a: ScaledArray,
+    b: ScaledArray,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*L M N"]:
+    """buffer[layer] + a b^T, in place where the program allows it.
+
+    On Hopper the kernel adds its product as it stores it: no array of the product's
+    size exists.
+
+    Args:
+      buffer: float32, [M, N], or [L, M, N] if there is a ``layer``.
+      layer: int32 scalar or None.
+      a: [M, K] in 1x128 blocks.
+      b: [N, K], likewise.
+      implementation: see :func:`scaled_matmul_nt`.
+    """
+    stacked = buffer[None] if layer is None else buffer
+    index = jnp.int32(0) if layer is None else layer
+    (total,) = _add_scaled_matmul(
+        stacked,
+        index,
+        a.codes,
+        b.codes,
+        a.scales,
+        b.scales,
+        implementation=implementation,
+    )
+    return total[0] if layer is None else total
 
 
 def _out_types(a, b, a_scales, b_scales, *, block_rows, out_dtype):
@@ -133,4 +171,30 @@ _scaled_matmul = PlatformFunction(
         "mosaic": _on_gpu(hopper_gemm.scaled_gemm),
         "triton": _on_gpu(triton_gemm.scaled_gemm),
     },
+)
+
+
+def _add_reference(buffer, layer, *operands):
+    (y,) = _reference(*operands, block_rows=(1, 1), out_dtype=buffer.dtype)
+    return (buffer.at[layer].add(y),)
+
+
+def _add_on_hopper(buffer, layer, a, b, a_scales, b_scales):
+    if buffer.shape[1] % BLOCK or buffer.shape[2] % BLOCK:  # the store cannot be padded
+        product = _on_gpu(hopper_gemm.scaled_gemm)
+        (y,) = product(
+            a, b, a_scales, b_scales, block_rows=(1, 1), out_dtype=buffer.dtype
+        )
+        return (buffer.at[layer].add(y),)
+    a, b = (pad_to_multiple(x, (BLOCK,)) for x in (a, b))
+    ref = jax.new_ref(buffer)
+    hopper_gemm.scaled_gemm_into(ref, layer, a, b, a_scales.T, b_scales.T)
+    return (jax.freeze(ref),)
+
+
+_add_scaled_matmul = PlatformFunction(
+    "add_scaled_matmul",
+    lambda buffer, *_: [(buffer, jnp.float32)],
+    _add_reference,
+    {"mosaic": _add_on_hopper},
 )

@@ -140,7 +140,7 @@ def _reference(x, block, power_of_two=False):
 
     def codes_and_scales(dtype, x):
         x = _blocks(pad_to_multiple(x, block), block)
-        amax = jnp.max(jnp.abs(x), axis=(-3, -1)).astype(jnp.float32)
+        amax = _largest_magnitude(x, axis=(-3, -1)).astype(jnp.float32)
         # XLA turns some float32 divisions into products with the reciprocal, depending
         # on the program around them; products written as such are always those.
         scales = amax * _ONE_OVER_MAX
@@ -154,6 +154,15 @@ def _reference(x, block, power_of_two=False):
         return codes.reshape(*lead, rows * b0, columns * b1)[..., :m, :n], scales
 
     return by_platform(codes_and_scales, x)
+
+
+def _largest_magnitude(x: Array, axis: tuple[int, ...]) -> Array:
+    """max |x|, NaN if there is one: XLA:CPU's float32 maximum loses it.
+
+    The order of non-negative floats, inf and NaN above them, is that of their bits.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(jnp.max(bits, axis), x.dtype)
 
 
 def _over_leading(function, x, implementation):

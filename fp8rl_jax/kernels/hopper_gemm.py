@@ -80,6 +80,7 @@ def scaled_gemm(
     out_dtype: jnp.dtype = jnp.bfloat16,
     b_block_rows: Literal[1, 128] = BLOCK,
     config: GemmConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "M N"]:
     """a b^T of block-scaled codes: forward and dgrad, or wgrad.
 
@@ -92,6 +93,7 @@ def scaled_gemm(
       out_dtype: bfloat16 or float32.
       b_block_rows: rows of ``b`` that share a scale.
       config: how to cut the work; :func:`choose_config` if None.
+      interpret: parameters of Pallas' GPU interpret mode, which runs the kernel on CPU.
 
     Raises:
       ValueError: shapes do not fit.
@@ -107,7 +109,14 @@ def scaled_gemm(
     else:
         b = jnp.pad(b, ((0, -n % BLOCK), (0, 0))) if n % BLOCK else b
     out = _launch(
-        a, b, a_scales, b_scales, b_by_row=by_row, out_dtype=out_dtype, config=config
+        a,
+        b,
+        a_scales,
+        b_scales,
+        b_by_row=by_row,
+        out_dtype=out_dtype,
+        config=config,
+        interpret=interpret,
     )
     return out if out.shape == (m, n) else out[:m, :n]
 
@@ -161,13 +170,12 @@ def scaled_gemm_into(
 
 
 def choose_config(m: int, n: int, k: int, b_by_row: bool) -> GemmConfig:
-    """The tuned configuration of a shape, or that of a rule where it was not tuned."""
-    kind = "wgrad" if b_by_row else "forward"
-    tuned = tuning.lookup("hopper_gemm", kind, m, n, k)
-    if tuned is not None:
-        return GemmConfig(**tuned)
+    """The configuration of a product: tuned for its shape, else that of a rule."""
     if b_by_row:
         return GemmConfig(unroll=1)
+    tuned = tuning.lookup("hopper_gemm", m, n, k)
+    if tuned is not None:
+        return GemmConfig(**tuned)
     # A decode step reads weights: enough thread blocks to pull from all of the memory,
     # then tiles as large as that allows.
     wide = n >= 12288
@@ -213,7 +221,17 @@ def _check(a, b, a_scales, b_scales, b_block_rows):
 
 
 def _launch(
-    a, b, a_scales, b_scales, *, b_by_row, out_dtype, config, into=None, layer=None
+    a,
+    b,
+    a_scales,
+    b_scales,
+    *,
+    b_by_row,
+    out_dtype,
+    config,
+    into=None,
+    layer=None,
+    interpret=None,
 ):
     c = config
     (m, k), n = a.shape, b.shape[0]
@@ -422,4 +440,5 @@ def _launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True
         ),
+        interpret=interpret,
     )(*operands)

@@ -57,10 +57,17 @@ class Quantized(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """An operand of :func:`quantize_tiles`: ``array``'s columns from ``offset`` on."""
+    """An operand of :func:`quantize_tiles`: blocks of 128 columns of ``array``.
+
+    Attributes:
+      array: [M, columns].
+      stride: from one block that is read to the next, in blocks.
+      first: the first of them.
+    """
 
     array: Float[Array, "M _"]
-    offset: int = 0
+    stride: int = 1
+    first: int = 0
 
 
 def quantize_tiles(
@@ -85,8 +92,9 @@ def quantize_tiles(
         operands' dtype. None quantises the only operand.
       row_vectors: float32 [M], one value a row.
       column_vectors: float32 [K], one value a column.
-      num_outputs: they lie side by side in the result, which has K * num_outputs
-        columns. At most as many as there are operands.
+      num_outputs: how many the transform has, at most as many as there are operands.
+        Their blocks of 128 columns take turns in the result, which has
+        K * num_outputs columns.
       by_row: whether to return the codes of blocks along K.
       by_column: whether to return the codes of blocks along M (bfloat16 only).
     """
@@ -97,7 +105,7 @@ def quantize_tiles(
     tile_rows = BLOCK if by_column else _tile_rows(m, k_tiles)
     layout = WGMMA if tile_rows == BLOCK else wide_rows(dtype)
     m_tiles = pl.cdiv(m, tile_rows)
-    # A bulk copy of a contiguous vector is not clipped to the vector's end.
+    # Zeros past the end, whichever kind of copy Mosaic picks.
     row_vectors = [pad(v, (tile_rows,)) for v in row_vectors]
     # Output i is left where an operand was; its codes go to the buffer before, whose
     # contents are dead by then.
@@ -113,13 +121,15 @@ def quantize_tiles(
         column_refs = take(len(column_vectors))
         row_outs, column_outs = take(2 * by_row), take(2 * by_column)
         buffers, scales_s, row_s, column_s, loaded = refs
+        codes_s = buffers[:spare] + [buffer[1] for buffer in buffers[spare:]]
         tiles = [buffer[0] for buffer in buffers[spare:]]
         outputs = tiles[len(tiles) - num_outputs :]
         mi, ki = lax.axis_index("m"), lax.axis_index("k")
         ms, ks = pl.ds(mi * tile_rows, tile_rows), pl.ds(ki * BLOCK, BLOCK)
 
         for operand, ref, tile in zip(operands, arrays, tiles, strict=True):
-            part = pl.ds(operand.offset + ki * BLOCK, BLOCK)
+            block = ki * operand.stride + operand.first
+            part = pl.ds(block * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(ref.at[ms, part], tile, loaded)
         for i, ref in enumerate(row_refs):
             plgpu.copy_gmem_to_smem(ref.at[ms], row_s.at[i], loaded)
@@ -146,7 +156,7 @@ def quantize_tiles(
                     ref[rows] = y
 
         for i, y in enumerate(outputs):
-            ki_out = ki + i * k_tiles
+            ki_out = ki * num_outputs + i
             ks = pl.ds(ki_out * BLOCK, BLOCK)
             passes = []
             if by_row:
@@ -156,25 +166,24 @@ def quantize_tiles(
             for j, (view, view_layout, *_) in enumerate(passes):
                 x = plgpu.load(view, layout=view_layout)
                 codes, scales = quantize_values(x, view_layout, interpret)
-                buffers[i][1].at[j][...] = codes
+                codes_s[i].at[j][...] = codes
                 scales_s.at[i, j][...] = scales
             plgpu.commit_smem()
             for j, (_, _, codes, scales, rows, block, part) in enumerate(passes):
-                plgpu.copy_smem_to_gmem(buffers[i][1].at[j], codes.at[rows, part])
+                plgpu.copy_smem_to_gmem(codes_s[i].at[j], codes.at[rows, part])
                 plgpu.copy_smem_to_gmem(scales_s.at[i, j], scales.at[block, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     n, padded_m = columns * num_outputs, m_tiles * tile_rows
     out_types = []
     if by_row:
+        # Scales in whole tiles: what Mosaic makes a bulk copy is not clipped.
         rows = operands[0].array.shape[0]
         out_types += [((rows, n), E4M3), ((n // BLOCK, padded_m), jnp.float32)]
     if by_column:
         out_types += [((n, padded_m), E4M3), ((m_tiles, n), jnp.float32)]
-    buffer = plgpu.RefUnion(
-        smem((tile_rows, BLOCK), dtype),
-        smem((by_row + by_column, tile_rows, BLOCK), E4M3),
-    )
+    codes_s = smem((by_row + by_column, tile_rows, BLOCK), E4M3)
+    tile_s = plgpu.RefUnion(smem((tile_rows, BLOCK), dtype), codes_s)
     num_loads = len(operands) + len(row_vectors) + len(column_vectors)
     outs = plgpu.kernel(
         body,
@@ -182,7 +191,7 @@ def quantize_tiles(
         grid=(m_tiles, k_tiles),
         grid_names=("m", "k"),
         scratch_types=(
-            [buffer] * (len(operands) + spare),
+            [codes_s] * spare + [tile_s] * len(operands),
             plgpu.SMEM((num_outputs, 2, tile_rows), jnp.float32),
             plgpu.SMEM((max(len(row_vectors), 1), tile_rows), jnp.float32),
             plgpu.SMEM((max(len(column_vectors), 1), BLOCK), jnp.float32),
@@ -195,12 +204,12 @@ def quantize_tiles(
         ),
         interpret=interpret,
     )(*[t.array for t in operands], *row_vectors, *column_vectors)
-    rows, columns = (None, None), (None, None)
+    out = Quantized()
     if by_row:
-        rows = outs[0][:m], outs[1][:, :m]
+        out = out._replace(codes=outs[0][:m], scales=outs[1][:, :m])
     if by_column:
-        columns = outs[-2][:, :m], outs[-1]
-    return Quantized(*rows, *columns)
+        out = out._replace(codes_t=outs[-2][:, :m], scales_t=outs[-1])
+    return out
 
 
 def _tile_rows(m: int, k_tiles: int) -> int:
@@ -267,7 +276,7 @@ def scale_and_inverse(
     return scale, 1.0 / scale
 
 
-def smem(shape, dtype):
+def smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Shared memory in tiles of 8 rows of 128 bytes, swizzled."""
     columns = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))

@@ -1,7 +1,7 @@
 """Measured kernel configurations by shape, kept as data beside the kernels.
 
-``<kernel>.json`` maps kinds of a product to entries ``{"m", "n", "k", "config"}``;
-``python -m benchmarks.gemm --tune`` writes it. A configuration changes the speed of a
+``<kernel>.json`` is a list of entries ``{"m", "n", "k", "config"}`` that ``python -m
+benchmarks.gemm --tune`` writes. A configuration changes the speed of a
 kernel only, so a table from another card is safe to use.
 """
 
@@ -20,24 +20,19 @@ def bucket(m: int) -> int:
 
 
 @functools.cache
-def _table(kernel: str) -> dict[tuple[str, int, int, int], dict[str, Any]]:
+def _table(kernel: str) -> dict[tuple[int, int, int], dict[str, Any]]:
     path = resources.files(__package__) / f"{kernel}.json"
     entries = json.loads(path.read_text())
-    return {
-        (kind, e["m"], e["n"], e["k"]): e["config"]
-        for kind, rows in entries.items()
-        for e in rows
-    }
+    return {(e["m"], e["n"], e["k"]): e["config"] for e in entries}
 
 
-def lookup(kernel: str, kind: str, m: int, n: int, k: int) -> dict[str, Any] | None:
+def lookup(kernel: str, m: int, n: int, k: int) -> dict[str, Any] | None:
     """The configuration measured for a product of that shape; None if there is none.
 
     Args:
       kernel: name of the table.
-      kind: kind of product, a key of the table.
       m: rows; rounded up to their :func:`bucket`.
       n: columns.
       k: contracted length.
     """
-    return _table(kernel).get((kind, bucket(m), n, k))
+    return _table(kernel).get((bucket(m), n, k))

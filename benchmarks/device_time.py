@@ -1,0 +1,46 @@
+"""Times of the kernels of a call, as the GPU's own counters give them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+# CUPTI, which `jax.experimental.mosaic.gpu.profiler.measure` starts and stops for
+# calls that all have the same operands.
+from jax._src.lib import mosaic_gpu
+
+
+def device_time(
+    fn: Callable[..., Any], operands: Sequence[tuple[Any, ...]], *, repeats: int = 20
+) -> list[float]:
+    """Seconds that the kernels of each call of ``fn`` take together.
+
+    Neither compilation nor gaps between kernels are counted.
+
+    Args:
+      fn: a function of arrays, compiled or not.
+      operands: sets of its arguments, used in turn. Sets that together exceed the L2
+        cache keep it from serving one call with what another left there.
+      repeats: calls.
+
+    Raises:
+      RuntimeError: the calls launched different numbers of kernels, or none.
+    """
+    if not isinstance(fn, jax.stages.Compiled):
+        fn = jax.jit(fn)
+    jax.block_until_ready([fn(*args) for args in operands])
+    cupti = mosaic_gpu._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        results = [fn(*operands[i % len(operands)]) for i in range(repeats)]
+        jax.block_until_ready(results)
+    finally:
+        # Pairs of a kernel's name and its milliseconds, in the order of execution.
+        kernels = cupti._cupti_get_timings(False)
+    count, rest = divmod(len(kernels), repeats)
+    if rest or not count:
+        raise RuntimeError(f"{repeats} calls launched {len(kernels)} kernels.")
+    return [
+        sum(milliseconds for _, milliseconds in kernels[i : i + count]) / 1e3
+        for i in range(0, len(kernels), count)
+    ]
