@@ -234,7 +234,7 @@ def tune() -> None:
     shapes = [s for name in _SIZES.value for s in linear_shapes(QWEN3_SIZES[name])]
     products = [
         Product("forward", m, n, k)
-        for (n, k), m in itertools.product(shapes, (64, 128, 256, 512, 8192))
+        for m, (n, k) in itertools.product((64, 128, 256, 512, 8192), shapes)
     ]
 
     def compile_all(product: Product) -> list[tuple[GemmConfig, Any]]:
@@ -265,8 +265,7 @@ def tune() -> None:
         )
         microseconds = ", ".join(f"{1e6 * t:.1f}" for t in times)
         print(f"{product.name}: {microseconds} us; {compiled[best][0]}", flush=True)
-    _TABLE.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"Wrote {_TABLE}")
+        _TABLE.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def main(argv: list[str]) -> None:

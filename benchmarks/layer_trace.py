@@ -20,6 +20,7 @@ from fp8rl_jax.attention import KVCache, attention, cached_attention, write_kv
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.logprobs import VOCAB_CHUNK, token_log_probs
 from fp8rl_jax.models.qwen3.config import Qwen3Config
+from fp8rl_jax.models.qwen3.fuse import gate_up_widths, qkv_widths, split_fused
 from fp8rl_jax.models.qwen3.model import Block, Qwen3, rope_tables
 
 Values = dict[str, Array]
@@ -28,16 +29,16 @@ _NT = (((1,), (1,)), ((), ()))
 # Outputs in the order of evaluation.
 LAYER_OPS = (
     "input_norm",
-    "q_proj",
-    "k_proj",
-    "v_proj",
+    "q",
+    "k",
+    "v",
     "q_norm_rope",
     "k_norm_rope",
     "attention",
     "o_proj",
     "post_attention_norm",
-    "gate_proj",
-    "up_proj",
+    "gate",
+    "up",
     "silu_product",
     "down_proj",
 )
@@ -143,6 +144,9 @@ def _layer(
     def linear(module):
         return lambda x: module(x, precision)
 
+    def fused(module, widths):
+        return lambda x: split_fused(module(x, precision), widths)
+
     def norm_rope(norm):
         def fn(x):
             heads = x.reshape(*x.shape[:2], -1, config.head_dim)
@@ -174,17 +178,16 @@ def _layer(
 
     norm_1, norm_2 = block.input_norm, block.post_attention_norm
     evaluate("attended input_norm", norm_1.add_and_norm, "residual_in", "update_in")
-    evaluate("q_proj", linear(self_attention.q_proj), "input_norm")
-    evaluate("k_proj", linear(self_attention.k_proj), "input_norm")
-    evaluate("v_proj", linear(self_attention.v_proj), "input_norm")
-    evaluate("q_norm_rope", norm_rope(self_attention.q_norm), "q_proj")
-    evaluate("k_norm_rope", norm_rope(self_attention.k_norm), "k_proj")
-    evaluate("attention", attend, "q_norm_rope", "k_norm_rope", "v_proj")
+    qkv = fused(self_attention.qkv_proj, qkv_widths(config))
+    evaluate("q k v", qkv, "input_norm")
+    evaluate("q_norm_rope", norm_rope(self_attention.q_norm), "q")
+    evaluate("k_norm_rope", norm_rope(self_attention.k_norm), "k")
+    evaluate("attention", attend, "q_norm_rope", "k_norm_rope", "v")
     evaluate("o_proj", linear(self_attention.o_proj), "attention")
     evaluate("residual post_attention_norm", norm_2.add_and_norm, "attended", "o_proj")
-    evaluate("gate_proj", linear(mlp.gate_proj), "post_attention_norm")
-    evaluate("up_proj", linear(mlp.up_proj), "post_attention_norm")
-    evaluate("silu_product", silu_product, "gate_proj", "up_proj")
+    gate_up = fused(mlp.gate_up_proj, gate_up_widths(config))
+    evaluate("gate up", gate_up, "post_attention_norm")
+    evaluate("silu_product", silu_product, "gate", "up")
     evaluate("down_proj", linear(mlp.down_proj), "silu_product")
     return cache
 

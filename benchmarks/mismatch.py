@@ -224,7 +224,7 @@ def _filled_cache(
 ) -> KVCache:
     """A cache that holds the keys and values of a trace."""
     k = layers["k_norm_rope"]
-    v = layers["v_proj"].reshape(k.shape)
+    v = layers["v"].reshape(k.shape)
     num_layers, batch, length, num_kv_heads, head_dim = k.shape
     cache = KVCache.create(
         num_layers,

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from fp8rl_jax.data.batching import TokenBatch
 from fp8rl_jax.fp8 import Precision, Recipe
 from fp8rl_jax.fp8.weights import (
+    freeze_linear_kernels,
     quantize_weights,
     sampling_weights,
     training_weights,
@@ -274,7 +275,7 @@ class Learner:
         """FP8 codes of the linear kernels, as far as the recipe uses any."""
         recipe = self._recipe
         if recipe.rollout.linear.forward or recipe.train.linear.forward:
-            return quantize_weights(params)
+            return quantize_weights(params, self._recipe.train.linear.dgrad)
         return jax.tree.map(lambda _: None, params)
 
     def _weights_for(self, precision: Precision):
@@ -294,6 +295,39 @@ class Learner:
         """
         return lax.map(functools.partial(self._log_probs, weights), batch)
 
+    def _gradients(self, params, codes, batch: TokenBatch, inputs):
+        """Gradients, metrics and log-probs of all micro-batches, see `_update`."""
+        normalizer = Normalizer.from_mask(
+            inputs.mask.reshape(-1, inputs.mask.shape[-1])
+        )
+
+        def loss(params, tokens, inputs):
+            params = freeze_linear_kernels(params)
+            weights = training_weights(params, codes, self._recipe.train.linear)
+            log_probs = self._log_probs(
+                weights, tokens, remat=self._remat, gradients=buffers
+            )
+            value, metrics = self._loss_fn(log_probs, inputs, normalizer)
+            return value, (metrics, log_probs)
+
+        def micro_batch(_, xs):
+            value, vjp, aux = jax.vjp(
+                lambda params: loss(params, *xs), params, has_aux=True
+            )
+            vjp.with_refs(buffers)(jnp.ones_like(value))
+            return None, aux
+
+        # Every micro-batch and layer adds into these: `jax.grad` inside the scan would
+        # hold a second buffer of all gradients.
+        buffers = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), params)
+        _, (metrics, log_probs) = lax.scan(micro_batch, None, (batch, inputs))
+        grads = jax.tree.map(jax.freeze, buffers)
+        metrics = combine_metrics(metrics) | {
+            "global_valid_toks": normalizer.tokens,
+            "global_valid_seqs": normalizer.sequences,
+        }
+        return grads, metrics, log_probs
+
     def _update(self, state, codes, batch: TokenBatch, inputs):
         """One optimiser step over a batch cut into micro-batches.
 
@@ -307,23 +341,7 @@ class Learner:
         Returns:
           UpdateResult.
         """
-        normalizer = Normalizer.from_mask(
-            inputs.mask.reshape(-1, inputs.mask.shape[-1])
-        )
-
-        def loss(params, tokens, inputs):
-            weights = training_weights(params, codes, self._recipe.train.linear)
-            log_probs = self._log_probs(weights, tokens, remat=self._remat)
-            value, metrics = self._loss_fn(log_probs, inputs, normalizer)
-            return value, (metrics, log_probs)
-
-        def micro_batch(total, xs):
-            grads, aux = jax.grad(loss, has_aux=True)(state.params, *xs)
-            return jax.tree.map(jnp.add, total, grads), aux
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, (metrics, log_probs) = lax.scan(micro_batch, zeros, (batch, inputs))
-        metrics = combine_metrics(metrics)
+        grads, metrics, log_probs = self._gradients(state.params, codes, batch, inputs)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
         # optax promotes float by int implicitly; callers may have forbidden that.
@@ -341,8 +359,6 @@ class Learner:
             "grad_norm": grad_norm,
             "lr": lr,
             "finite": finite.astype(jnp.float32),
-            "global_valid_toks": normalizer.tokens,
-            "global_valid_seqs": normalizer.sequences,
         }
         state = TrainState(state.step + 1, params, opt_state)
         return UpdateResult(state, self._quantize(params), metrics, log_probs)
@@ -357,6 +373,7 @@ def policy_log_probs(
     vocab_size: int,
     temperature: float,
     remat: str = "none",
+    gradients: PyTree[jax.Ref] | None = None,
 ) -> Float[Array, "B T"]:
     """Log-probability of every target under the policy at the temperature.
 
@@ -368,6 +385,7 @@ def policy_log_probs(
       vocab_size: ids that have a probability.
       temperature: positive.
       remat: rematerialisation policy of the layers.
+      gradients: see `Qwen3.__call__`.
     """
     model = Qwen3(config, weights)
     hidden, _ = model(
@@ -376,6 +394,7 @@ def policy_log_probs(
         precision,
         segments=batch.segments,
         remat=remat,
+        gradients=None if gradients is None else gradients["layers"],
     )
     return token_log_probs(
         hidden,
@@ -383,7 +402,14 @@ def policy_log_probs(
         batch.targets,
         temperature=temperature,
         vocab_size=vocab_size,
+        head_gradient=None if gradients is None else head_of(gradients),
     )
+
+
+def head_of(params: PyTree) -> Any:
+    """The leaf that serves as output head."""
+    head = params.get("lm_head")
+    return params["embed"]["embedding"] if head is None else head["kernel"]
 
 
 class SupervisedInputs(NamedTuple):

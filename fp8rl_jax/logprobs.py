@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
 from fp8rl_jax import numerics
@@ -69,12 +70,14 @@ def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state)
     return maximum + jnp.log(total), state
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _token_log_probs(hidden, head, targets, temperature, vocab_size):
-    return _token_log_probs_fwd(hidden, head, targets, temperature, vocab_size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _token_log_probs(hidden, head, targets, head_gradient, temperature, vocab_size):
+    return _token_log_probs_fwd(
+        hidden, head, targets, head_gradient, temperature, vocab_size
+    )[0]
 
 
-def _token_log_probs_fwd(hidden, head, targets, temperature, vocab_size):
+def _token_log_probs_fwd(hidden, head, targets, head_gradient, temperature, vocab_size):
     def forward(dtype, hidden, head, targets):
         def visit(target_logits, index, ids, logits):
             is_target = ids[None, :] == targets[:, None]
@@ -88,16 +91,20 @@ def _token_log_probs_fwd(hidden, head, targets, temperature, vocab_size):
         return round_to(target_logits - lse, jnp.float32), round_to(lse, jnp.float32)
 
     log_probs, lse = by_platform(forward, hidden, head, targets)
-    return log_probs, (hidden, head, targets, lse)
+    return log_probs, (hidden, head, targets, lse, head_gradient)
 
 
 def _token_log_probs_bwd(temperature, vocab_size, residuals, cotangent):
-    def backward(dtype, cotangent, hidden, head, targets, lse):
+    *residuals, head_gradient = residuals
+    in_place = head_gradient is not None
+    if not in_place:
+        head_gradient = jax.new_ref(jnp.zeros_like(residuals[1], jnp.float32))
+
+    def backward(dtype, cotangent, hidden, head, targets, lse, head_gradient):
         num_chunks, size = _chunking(head.shape[0])
         scale = (cotangent.astype(dtype) / temperature)[:, None]
 
-        def step(carry, index):
-            d_hidden, d_head = carry
+        def step(d_hidden, index):
             rows, start, ids, counts = _chunk(head, index, vocab_size)
             logits = _logits(dtype, hidden, rows, temperature)
             probs = jnp.exp(logits - lse[:, None].astype(dtype))
@@ -107,22 +114,18 @@ def _token_log_probs_bwd(temperature, vocab_size, residuals, cotangent):
             d_logits = round_to(d_logits, hidden.dtype)
             rows = round_to(rows, hidden.dtype)
             d_rows = numerics.dot(dtype, d_logits, hidden, _TN).astype(jnp.float32)
-            d_head = lax.dynamic_update_slice_in_dim(
-                d_head,
-                lax.dynamic_slice_in_dim(d_head, start, size) + d_rows,
-                start,
-                0,
-            )
-            d_hidden = d_hidden + numerics.dot(dtype, d_logits, rows, _NN)
-            return (d_hidden, d_head), None
+            head_gradient[pl.ds(start, size)] += d_rows
+            return d_hidden + numerics.dot(dtype, d_logits, rows, _NN), None
 
-        carry = (jnp.zeros_like(hidden, dtype), jnp.zeros_like(head, jnp.float32))
         indices = jnp.arange(num_chunks, dtype=jnp.int32)
-        (d_hidden, d_head), _ = lax.scan(step, carry, indices)
-        return round_to(d_hidden, hidden.dtype), round_to(d_head, head.dtype)
+        d_hidden, _ = lax.scan(step, jnp.zeros_like(hidden, dtype), indices)
+        return round_to(d_hidden, hidden.dtype)
 
-    d_hidden, d_head = by_platform(backward, cotangent, *residuals)
-    return d_hidden, d_head, None
+    d_hidden = by_platform(backward, cotangent, *residuals, head_gradient)
+    if in_place:
+        return d_hidden, None, None, None
+    d_head = round_to(jax.freeze(head_gradient), residuals[1].dtype)
+    return d_hidden, d_head, None, None
 
 
 _token_log_probs.defvjp(_token_log_probs_fwd, _token_log_probs_bwd)
@@ -135,6 +138,7 @@ def token_log_probs(
     *,
     temperature: float,
     vocab_size: int,
+    head_gradient: jax.Ref | None = None,
 ) -> Float[Array, "*batch"]:
     """Log-probability of each target under softmax(head · hidden / temperature).
 
@@ -145,13 +149,19 @@ def token_log_probs(
       targets: token ids below ``vocab_size``.
       temperature: positive; the sampling temperature.
       vocab_size: number of ids that may occur; further rows of the head are masked.
+      head_gradient: float32 Ref like ``head``: where the backward pass adds the head's
+        gradient instead of returning it.
 
     Returns:
       float32, differentiable in ``hidden`` and ``head``.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     flat, head, ids = unify_varying(flat, head, targets.reshape(-1))
-    log_probs = _token_log_probs(flat, head, ids, float(temperature), vocab_size)
+    if head_gradient is not None:
+        head = lax.stop_gradient(head)
+    log_probs = _token_log_probs(
+        flat, head, ids, head_gradient, float(temperature), vocab_size
+    )
     return log_probs.reshape(targets.shape)
 
 

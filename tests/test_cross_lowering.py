@@ -83,8 +83,8 @@ def test_the_8b_programs_lower_from_shapes(program, platform, request):
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     allocated = sum(x.nbytes for x in jax.live_arrays() if id(x) not in held)
     assert allocated < 2**16  # no weight, no cache, no batch
-    # The codes of a layer's gate projection, stacked over the layers.
-    assert "tensor<36x12288x4096xf8E4M3FN>" in text
+    # The codes of a layer's gate and up projection, stacked over the layers.
+    assert "tensor<36x24576x4096xf8E4M3FN>" in text
     assert "f64" not in text
     # [tokens, vocabulary] never exists.
     assert "x151936xf32" not in text and f"x{VOCAB_SIZE}xf32" not in text

@@ -268,11 +268,18 @@ def _dot_exact(dtype, a, b, dimension_numbers):
         return lax.dot_general(a, b, dimension_numbers).astype(dtype)
 
 
-def _quantize_per_tensor(x, block=(1, BLOCK)):
-    """`quantize` with one scale for all blocks."""
-    whole = quantize(x, x.shape)
-    counts = [math.ceil(n / b) for n, b in zip(x.shape, block, strict=True)]
-    return ScaledArray(whole.codes, jnp.broadcast_to(whole.scales, counts), block)
+def _quantize_both_per_tensor(x, implementation=None):
+    """`quantize_both`, which training calls, with one scale for all blocks."""
+    del implementation
+
+    def one_scale(x):
+        whole = quantize(x, x.shape)
+        counts = (x.shape[0], math.ceil(x.shape[1] / BLOCK))
+        return ScaledArray(
+            whole.codes, jnp.broadcast_to(whole.scales, counts), (1, BLOCK)
+        )
+
+    return one_scale(x), one_scale(x.T)
 
 
 @pytest.mark.parametrize("name", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
@@ -295,7 +302,9 @@ def test_per_tensor_scales_in_the_trainer_are_noticed(
     params, six_of_300, monkeypatch, fresh_programs
 ):
     sequences = six_of_300("fp8")
-    monkeypatch.setattr("fp8rl_jax.fp8.dot_general.quantize", _quantize_per_tensor)
+    for module in ("dot_general", "fused"):
+        name = f"fp8rl_jax.fp8.{module}.quantize_both"
+        monkeypatch.setattr(name, _quantize_both_per_tensor)
     rows = [[sequences[0].cut(100)], [sequences[1].cut(100)]]
     found, _ = differences(params, "fp8", rows, width=112, remat="full")
     assert share_that_differs(found) > 0.5

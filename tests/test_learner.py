@@ -194,7 +194,7 @@ def test_micro_batches_order_and_padding_together(params, batch, base, name):
     differences = check_same_gradient(name, result, base(name))
     if name == "fp8":
         # The bound of this recipe is not vacuous: wgrad does run in FP8.
-        assert differences["layers/mlp/up_proj/kernel"] > 1e-4
+        assert differences["layers/mlp/gate_up_proj/kernel"] > 1e-4
 
 
 @pytest.mark.slow
@@ -241,9 +241,9 @@ def test_state_shardings():
     """Moments lie where their masters lie; nothing needs arrays to know it."""
     policy = learner("fp8", "all")
     state = policy.abstract_state()
-    up_proj = state.params["layers"]["mlp"]["up_proj"]["kernel"]
-    assert up_proj.sharding.spec == PartitionSpec(None, "tensor", "fsdp")
-    assert up_proj.sharding.shard_shape(up_proj.shape) == (2, 128, 64)
+    kernel = state.params["layers"]["mlp"]["gate_up_proj"]["kernel"]
+    assert kernel.sharding.spec == PartitionSpec(None, "tensor", "fsdp")
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 256, 64)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
     where = jax.tree.map(lambda x: x.sharding, state.params)
     for moment in ("mu", "nu"):
@@ -294,7 +294,8 @@ def test_codes_are_those_of_the_new_masters(params, batch):
         )
         if isinstance(x, ScaledArray)
     ]
-    assert len(kernels) == 7  # stacked over the layers
+    # qkv, o, gate and up, down: stacked over the layers, each in both layouts.
+    assert len(kernels) == 2 * 4
     assert jax.tree.leaves(learner("bf16").quantize(params)) == []
 
 
@@ -468,12 +469,12 @@ def test_optimizer_clips_by_the_global_norm_and_decays_kernels_only():
     tx = config.transform()
     params = {
         "norm": {"scale": jnp.array([1.0, 2.0], jnp.float32)},
-        "q_proj": {"kernel": jnp.array([[3.0, -4.0]], jnp.float32)},
+        "o_proj": {"kernel": jnp.array([[3.0, -4.0]], jnp.float32)},
     }
     # Global norms 13 and 0.5: clipped, then not.
     grads = [
-        {"norm": {"scale": [3.0, 4.0]}, "q_proj": {"kernel": [[0.0, 12.0]]}},
-        {"norm": {"scale": [0.3, 0.0]}, "q_proj": {"kernel": [[0.0, 0.4]]}},
+        {"norm": {"scale": [3.0, 4.0]}, "o_proj": {"kernel": [[0.0, 12.0]]}},
+        {"norm": {"scale": [0.3, 0.0]}, "o_proj": {"kernel": [[0.0, 0.4]]}},
     ]
     state, x = tx.init(params), params
     with jax.numpy_dtype_promotion("standard"):
@@ -485,7 +486,7 @@ def test_optimizer_clips_by_the_global_norm_and_decays_kernels_only():
             )
             updates, state = tx.update(g, state, x)
             x = optax.apply_updates(x, updates)
-    for name, leaf, decay in (("norm", "scale", 0.0), ("q_proj", "kernel", 0.5)):
+    for name, leaf, decay in (("norm", "scale", 0.0), ("o_proj", "kernel", 0.5)):
         clipped = [
             np.array(grads[0][name][leaf]) / 13.0,
             np.array(grads[1][name][leaf]),

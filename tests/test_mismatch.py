@@ -55,7 +55,7 @@ def test_the_trace_is_the_model(name, layer_trace):
     np.testing.assert_array_equal(head["log_probs"], expected)
 
     # With recorded values, what one op reads changes that op's output alone.
-    layers["gate_proj"] = layers["gate_proj"].at[1].add(jnp.bfloat16(1))
+    layers["gate"] = layers["gate"].at[1].add(jnp.bfloat16(1))
     (changed, _), _ = trace(params, *batch[:3], None, recorded=(layers, head))
     differ = {
         (op, layer)
@@ -63,7 +63,7 @@ def test_the_trace_is_the_model(name, layer_trace):
         for layer in range(CONFIG.num_layers)
         if not np.array_equal(changed[op][layer], layers[op][layer])
     }
-    assert differ == {("gate_proj", 1), ("silu_product", 1)}
+    assert differ == {("gate", 1), ("silu_product", 1)}
 
 
 def table_cells(*args: str) -> dict[str, list[str]]:
@@ -94,5 +94,5 @@ def test_two_precisions_differ_in_linears_and_attention():
     cells = table_cells("--recipe=fp8_rollout")
     assert cells["update - sampler"][1] != "100.0%"
     own = {op: row[3] for op, row in cells.items() if len(row) == 4}
-    linears = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    linears = {"q", "k", "v", "o_proj", "gate", "up", "down_proj"}
     assert {op for op, cell in own.items() if cell != "0"} == linears | {"attention"}

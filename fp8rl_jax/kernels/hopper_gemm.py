@@ -211,7 +211,10 @@ def _check(a, b, a_scales, b_scales, b_block_rows):
         ),
     }
     if a.dtype != E4M3 or k % BLOCK or not k:
-        raise ValueError(f"a must be e4m3 [M, K], K in blocks of 128, got {a}.")
+        raise ValueError(
+            f"a must be e4m3 [M, K] with K in blocks of {BLOCK}, got {a.dtype.name} "
+            f"{a.shape}."
+        )
     for name, (x, dtype, shape) in expected.items():
         if x.dtype != dtype or x.shape != shape:
             raise ValueError(
@@ -244,9 +247,11 @@ def _launch(
     # Columns that share the scale of a weight: a tile of 192 straddles its blocks.
     group_n = 64 if tile_n % BLOCK and tile_n > BLOCK else tile_n
     groups = [pl.ds(j, group_n) for j in range(0, tile_n, group_n)]
-    # Columns that one store takes, and whether two stores can be under way.
-    store_n = min(group_n, _ROW // jnp.dtype(out_dtype).itemsize)
-    buffers = 2 if c.warpgroups < 3 and store_n < tile_n else 1
+    # Columns that one store takes, and whether two stores can be under way: where the
+    # stages leave shared memory for them.
+    itemsize = jnp.dtype(out_dtype).itemsize
+    store_n = min(group_n, _ROW // itemsize)
+    buffers = 2 if c.warpgroups < 3 and store_n < tile_n and itemsize == 2 else 1
 
     def body(a, b, a_scales, b_scales, *refs):
         if into is None:

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from fp8rl_jax.fp8 import WEIGHT_BLOCK, LinearPrecision, fp8_dot_general, quantize
+from fp8rl_jax.fp8.quantize import quantize_weight
 from fp8rl_jax.fp8.recipe import BF16_LINEAR
 
 NT = (((1,), (1,)), ((), ()))
@@ -151,6 +152,21 @@ def test_codes_stand_in_for_the_weight(operands, assert_same_bits):
     y, dx, dw = run(x, jnp.full_like(w, jnp.nan), dy, codes=codes)
     for result, same in zip((y, dx, dw), expected, strict=True):
         assert_same_bits(result, same)
+
+
+def test_transposed_codes_serve_dgrad(operands, assert_same_bits):
+    x, w, dy = operands()
+    codes, transposed = jax.jit(quantize_weight)(w)
+    expected = run(x, w, dy)
+    results = run(x, w, dy, codes=codes, transposed_codes=transposed)
+    for result, same in zip(results, expected, strict=True):
+        assert_same_bits(result, same)
+    # They alone are read there: zeros in their place give zeros.
+    zeros = jax.tree.map(jnp.zeros_like, transposed)
+    y, dx, dw = run(x, w, dy, codes=codes, transposed_codes=zeros)
+    assert_same_bits(y, expected[0])
+    np.testing.assert_array_equal(dx, np.zeros_like(dx))
+    assert_same_bits(dw, expected[2])
 
 
 def test_codes_receive_no_gradient(operands):

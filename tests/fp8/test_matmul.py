@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.fp8 import ACTIVATION_BLOCK, WEIGHT_BLOCK, quantize
-from fp8rl_jax.fp8.matmul import matmul_nt, scaled_matmul_nt
+from fp8rl_jax.fp8.matmul import add_scaled_matmul_nt, matmul_nt, scaled_matmul_nt
 
 matmul = jax.jit(scaled_matmul_nt, static_argnums=2)
 
@@ -96,6 +96,42 @@ def test_bfloat16_product_is_the_rounded_f64_product(normal, assert_same_bits):
     for dtype in (jnp.float32, jnp.bfloat16):
         y = jax.jit(matmul_nt, static_argnums=2)(a, b, dtype)
         assert_same_bits(y, exact.astype(dtype))
+
+
+@pytest.fixture
+def wgrad_operands(normal):
+    """[40, 300] and [24, 300] in 1x128 blocks."""
+    return [jax.jit(quantize)(normal((rows, 300), rows)) for rows in (40, 24)]
+
+
+def test_a_product_is_added_to_its_layer_of_a_buffer(
+    wgrad_operands, normal, assert_same_bits
+):
+    buffer = normal((3, 40, 24), 1, jnp.float32)
+    product = reference_matmul(*wgrad_operands).astype(np.float32)
+    expected = np.array(buffer)
+    expected[2] += product
+    total = jax.jit(add_scaled_matmul_nt)(buffer, jnp.int32(2), *wgrad_operands)
+    assert_same_bits(total, expected)
+    total = jax.jit(add_scaled_matmul_nt)(buffer[2], None, *wgrad_operands)
+    assert_same_bits(total, expected[2])
+
+
+def test_products_of_micro_batches_add_up_under_scan(
+    wgrad_operands, normal, assert_same_bits
+):
+    buffer = normal((2, 40, 24), 1, jnp.float32)
+
+    def step(buffer, layer):
+        return add_scaled_matmul_nt(buffer, layer, *wgrad_operands), None
+
+    layers = jnp.array([0, 1, 1], jnp.int32)
+    total = jax.jit(lambda b: jax.lax.scan(step, b, layers)[0])(buffer)
+    product = reference_matmul(*wgrad_operands).astype(np.float32)
+    expected = np.array(buffer)
+    for layer in layers:
+        expected[layer] += product
+    assert_same_bits(total, expected)
 
 
 @pytest.mark.parametrize("k_and_block", [(256, (1, 128)), (128, (1, 64))])

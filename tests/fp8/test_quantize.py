@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from fp8rl_jax.fp8 import ScaledArray, dequantize, quantize
-from fp8rl_jax.fp8.quantize import round_e4m3
+from fp8rl_jax.fp8.quantize import quantize_both, quantize_weight, round_e4m3
 
 E4M3 = ml_dtypes.float8_e4m3fn
 jit_quantize = jax.jit(quantize, static_argnums=1, static_argnames="power_of_two")
@@ -164,6 +164,34 @@ def test_transpose_of_weight_codes_is_the_quantised_transpose(normal, assert_sam
     assert jit_quantize(w).mT.block == (128, 1)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(5, 256), (200, 300), (1, 1)])
+def test_both_layouts_are_those_of_the_matrix_and_of_its_transpose(
+    shape, dtype, normal, ref, assert_same_bits
+):
+    x = normal(shape, dtype=dtype)
+    for q, source in zip(jax.jit(quantize_both)(x), (x, x.T), strict=True):
+        codes, scales = ref.quantize(source, (1, 128))
+        assert q.block == (1, 128)
+        assert_same_bits(q.codes, codes)
+        assert_same_bits(q.scales, scales)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (200, 300), (2, 3, 130, 72)])
+def test_a_weight_and_its_transpose_have_the_same_codes(
+    shape, normal, ref, assert_same_bits
+):
+    w = normal(shape, dtype=jnp.float32)
+    q, q_t = jax.jit(quantize_weight)(w)
+    assert q.block == q_t.block == (128, 128)
+    for index in np.ndindex(shape[:-2]):
+        codes, scales = ref.quantize(w[index], (128, 128))
+        assert_same_bits(q.codes[index], codes)
+        assert_same_bits(q.scales[index], scales)
+        assert_same_bits(q_t.codes[index], codes.T)
+        assert_same_bits(q_t.scales[index], scales.T)
+
+
 def scanned(x):
     return jax.lax.scan(lambda _, row: (None, quantize(row)), None, x)[1]
 
@@ -192,6 +220,15 @@ def test_same_bits_under_transforms(transformed, normal, ref, assert_same_bits):
 def test_no_gradient_flows_through_quantisation(normal):
     def loss(x):
         return dequantize(quantize(x), jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(loss))(normal((2, 128)))
+    np.testing.assert_array_equal(gradient, np.zeros((2, 128)))
+
+
+@pytest.mark.parametrize("function", [quantize_both, quantize_weight])
+def test_no_gradient_flows_through_two_layouts(function, normal):
+    def loss(x):
+        return sum(dequantize(q, jnp.float32).sum() for q in function(x))
 
     gradient = jax.jit(jax.grad(loss))(normal((2, 128)))
     np.testing.assert_array_equal(gradient, np.zeros((2, 128)))

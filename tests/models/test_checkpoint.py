@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -45,18 +46,14 @@ DTYPES = pytest.mark.parametrize(
     "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["f32", "bf16", "f16"]
 )
 
-# Written out by hand: where each Hugging Face tensor belongs in our tree.
+# Written out by hand: where each Hugging Face tensor belongs in our tree; those of
+# the fused projections are in `fused_by_hand`.
 LAYER_TENSORS = {
     "input_layernorm": ("input_norm", "scale"),
     "post_attention_layernorm": ("post_attention_norm", "scale"),
-    "self_attn.q_proj": ("attention", "q_proj", "kernel"),
-    "self_attn.k_proj": ("attention", "k_proj", "kernel"),
-    "self_attn.v_proj": ("attention", "v_proj", "kernel"),
     "self_attn.o_proj": ("attention", "o_proj", "kernel"),
     "self_attn.q_norm": ("attention", "q_norm", "scale"),
     "self_attn.k_norm": ("attention", "k_norm", "scale"),
-    "mlp.gate_proj": ("mlp", "gate_proj", "kernel"),
-    "mlp.up_proj": ("mlp", "up_proj", "kernel"),
     "mlp.down_proj": ("mlp", "down_proj", "kernel"),
 }
 
@@ -127,6 +124,31 @@ def bits(array):
     return array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
 
 
+def fused_by_hand(config, tensors, layer):
+    """The fused kernels of one layer, put together piece by piece."""
+    h, group = config.head_dim, config.num_heads // config.num_kv_heads
+    block = math.gcd(config.intermediate_size, 128)
+
+    def piece(name, start, rows):
+        tensor = tensors[f"model.layers.{layer}.{name}_proj.weight"]
+        return tensor[start : start + rows]
+
+    qkv = [
+        piece(f"self_attn.{name}", kv_head * rows, rows)
+        for kv_head in range(config.num_kv_heads)
+        for name, rows in (("q", group * h), ("k", h), ("v", h))
+    ]
+    gate_up = [
+        piece(f"mlp.{name}", start, block)
+        for start in range(0, config.intermediate_size, block)
+        for name in ("gate", "up")
+    ]
+    return {
+        ("attention", "qkv_proj", "kernel"): np.concatenate(qkv),
+        ("mlp", "gate_up_proj", "kernel"): np.concatenate(gate_up),
+    }
+
+
 def assert_same(params, config, tensors, dtype):
     """Checks that `params` holds `tensors`, bit for bit, in `dtype`."""
     expected = {
@@ -140,6 +162,9 @@ def assert_same(params, config, tensors, dtype):
                 for layer in range(config.num_layers)
             ]
         )
+    fused = [fused_by_hand(config, tensors, i) for i in range(config.num_layers)]
+    for path in fused[0]:
+        expected[("layers", *path)] = np.stack([layer[path] for layer in fused])
     if not config.tie_word_embeddings:
         expected[("lm_head", "kernel")] = tensors["lm_head.weight"]
     found = {
@@ -187,7 +212,10 @@ def test_loads_exactly(tmp_path, config, dtype, shards):
 
 
 @CONFIGS
-def test_loads_into_shardings(tmp_path, config):
+# Shards of one group and a half, of gate or up alone, of whole groups.
+@pytest.mark.parametrize("intermediate_size", [24, 32, 256])
+def test_loads_into_shardings(tmp_path, config, intermediate_size):
+    config = dataclasses.replace(config, intermediate_size=intermediate_size)
     tensors = hf_tensors(config, ml_dtypes.bfloat16)
     write_folder(tmp_path, config, tensors, shards=2)
     shardings = shardings_of(config)
@@ -197,7 +225,8 @@ def test_loads_into_shardings(tmp_path, config):
 
 
 def test_reads_only_the_blocks_of_each_device(tmp_path, monkeypatch):
-    write_folder(tmp_path, UNTIED, hf_tensors(UNTIED, np.float32))
+    config = dataclasses.replace(UNTIED, intermediate_size=256)
+    write_folder(tmp_path, config, hf_tensors(config, np.float32))
     sizes = []
     read = checkpoint.SafetensorsFolder.read
 
@@ -208,9 +237,9 @@ def test_reads_only_the_blocks_of_each_device(tmp_path, monkeypatch):
         return block
 
     monkeypatch.setattr(checkpoint.SafetensorsFolder, "read", counting_read)
-    load_hf(tmp_path, UNTIED, shardings_of(UNTIED))
+    load_hf(tmp_path, config, shardings_of(config))
     # Eight devices, three layers, three matrices: one eighth of a layer's matrix each.
-    assert sizes == [24 * 16 // 8] * (8 * 3 * 3)
+    assert sizes == [256 * 16 // 8] * (8 * 3 * 3)
 
 
 @CONFIGS

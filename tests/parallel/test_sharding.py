@@ -22,7 +22,7 @@ def mesh():
     return make_mesh(data=2, fsdp=2, tensor=2)
 
 
-def qwen3_shapes(layers=2, vocab=384, d=256, q=256, kv=128, f=384, h=128):
+def qwen3_shapes(layers=2, vocab=384, d=256, q=256, qkv=512, f=384, h=128):
     """Shapes of the parameter tree, written down independently of its axes."""
 
     def kernel(*shape):
@@ -37,16 +37,13 @@ def qwen3_shapes(layers=2, vocab=384, d=256, q=256, kv=128, f=384, h=128):
             "input_norm": scale(layers, d),
             "post_attention_norm": scale(layers, d),
             "attention": {
-                "q_proj": kernel(layers, q, d),
-                "k_proj": kernel(layers, kv, d),
-                "v_proj": kernel(layers, kv, d),
+                "qkv_proj": kernel(layers, qkv, d),
                 "o_proj": kernel(layers, d, q),
                 "q_norm": scale(layers, h),
                 "k_norm": scale(layers, h),
             },
             "mlp": {
-                "gate_proj": kernel(layers, f, d),
-                "up_proj": kernel(layers, f, d),
+                "gate_up_proj": kernel(layers, 2 * f, d),
                 "down_proj": kernel(layers, d, f),
             },
         },
@@ -61,11 +58,10 @@ def test_shard_shapes_of_the_parameter_tree(mesh):
     shard = jax.tree.map(lambda s, x: s.shard_shape(x.shape), shardings, shapes)
     attention, mlp = shard["layers"]["attention"], shard["layers"]["mlp"]
     assert shard["embed"]["embedding"] == (192, 128)
-    assert attention["q_proj"]["kernel"] == (2, 128, 128)
-    assert attention["k_proj"]["kernel"] == (2, 64, 128)
+    assert attention["qkv_proj"]["kernel"] == (2, 256, 128)
     assert attention["o_proj"]["kernel"] == (2, 128, 128)
     assert attention["q_norm"]["scale"] == (2, 128)
-    assert mlp["up_proj"]["kernel"] == (2, 192, 128)
+    assert mlp["gate_up_proj"]["kernel"] == (2, 384, 128)
     assert mlp["down_proj"]["kernel"] == (2, 128, 192)
     assert shard["final_norm"]["scale"] == (256,)
 
@@ -95,8 +91,10 @@ def test_tied_embeddings_have_no_head(mesh):
 
 
 def test_a_dimension_that_does_not_divide_names_its_leaf(mesh):
-    with pytest.raises(ValueError, match=r"k_proj/kernel: axis 'kv_heads' .* size 127"):
-        tree_shardings(mesh, DEFAULT_RULES, PARAM_AXES, qwen3_shapes(kv=127))
+    with pytest.raises(
+        ValueError, match=r"qkv_proj/kernel: axis 'kv_heads' .* size 511"
+    ):
+        tree_shardings(mesh, DEFAULT_RULES, PARAM_AXES, qwen3_shapes(qkv=511))
 
 
 def test_a_leaf_of_another_rank_is_named(mesh):

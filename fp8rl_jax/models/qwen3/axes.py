@@ -1,7 +1,9 @@
 """Logical axes of the Qwen3 parameters.
 
-Kernels are stored ``[out, in]``, as FP8 codes are, and stacked over layers. The
-projections' head axes are flat: ``heads`` has size N*H, ``kv_heads`` K*H.
+Kernels are stored ``[out, in]``, as FP8 codes are, and stacked over layers. Their head
+axes are flat: ``heads`` has size N*H, and ``kv_heads`` K*(G+2)*H, since the rows of
+`qkv_proj` lie by KV head. A device's share of `qkv_proj` and `gate_up_proj` gives what
+its share of `o_proj` and `down_proj` takes in (`fuse`).
 """
 
 from typing import Any
@@ -13,17 +15,14 @@ PARAM_AXES: dict[str, Any] = {
     "layers": {
         "input_norm": _LAYER_NORM,
         "attention": {
-            "q_proj": {"kernel": ("layers", "heads", "embed")},
-            "k_proj": {"kernel": ("layers", "kv_heads", "embed")},
-            "v_proj": {"kernel": ("layers", "kv_heads", "embed")},
+            "qkv_proj": {"kernel": ("layers", "kv_heads", "embed")},
             "o_proj": {"kernel": ("layers", "embed", "heads")},
             "q_norm": _LAYER_NORM,
             "k_norm": _LAYER_NORM,
         },
         "post_attention_norm": _LAYER_NORM,
         "mlp": {
-            "gate_proj": {"kernel": ("layers", "mlp", "embed")},
-            "up_proj": {"kernel": ("layers", "mlp", "embed")},
+            "gate_up_proj": {"kernel": ("layers", "mlp", "embed")},
             "down_proj": {"kernel": ("layers", "embed", "mlp")},
         },
     },

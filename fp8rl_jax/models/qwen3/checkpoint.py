@@ -1,11 +1,12 @@
 """Hugging Face checkpoints of Qwen3: load into a sharded layout, export, resolve."""
 
+import functools
 import json
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from fp8rl_jax.models.qwen3.config import Qwen3Config, param_shapes
+from fp8rl_jax.models.qwen3.fuse import parts_of, rows_of_parts, split_fused
 from fp8rl_jax.models.qwen3.safetensors_folder import (
     DTYPES,
     CheckpointError,
@@ -63,16 +65,15 @@ def load_hf(
         missing, unexpected, duplicate or wrongly shaped tensor; a tied model whose file
         holds an `lm_head.weight` other than its embedding.
     """
-    leaves, treedef = jax.tree.flatten(param_shapes(config), is_leaf=_is_shape)
-    templates = treedef.flatten_up_to(_hf_names(config))
+    leaves, treedef = _leaves(config)
     places = (
         [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
     )
     with SafetensorsFolder(folder) as tensors:
         _check_tensors(tensors, config)
         params = [
-            _load_leaf(tensors, template, shape, place, np.dtype(dtype))
-            for template, shape, place in zip(templates, leaves, places, strict=True)
+            _load_leaf(tensors, leaf, place, np.dtype(dtype))
+            for leaf, place in zip(leaves, places, strict=True)
         ]
     return treedef.unflatten(params)
 
@@ -89,8 +90,8 @@ def export_hf(
 ) -> None:
     """Writes a folder that transformers reads, with all its files or not at all.
 
-    Weights come to the host one layer's tensor at a time; the host holds at most one
-    file's worth. The folder appears under its name only when complete.
+    Weights come to the host one layer's kernel at a time; the host holds at most that
+    and one file's worth. The folder appears under its name only when complete.
 
     Args:
       params: parameter tree of `param_shapes(config)`, sharded or not.
@@ -118,15 +119,25 @@ def export_hf(
     ):
         raise CheckpointError(f"{tokenizer_folder} has no tokenizer.json")
 
-    arrays = jax.tree.leaves(params)  # in the order of `_hf_tensors`' leaf numbers
+    leaves, _ = _leaves(config)
+    arrays = jax.tree.leaves(params)  # in the same order
     sources = _hf_tensors(config)
 
+    @functools.lru_cache(maxsize=1)  # for the parts of a fused kernel
+    def get_layer(number, layer):
+        return np.asarray(_take_layer(arrays[number], layer))
+
     def get_tensor(name):
-        leaf, layer, _ = sources[name]
-        block = arrays[leaf] if layer is None else _take_layer(arrays[leaf], layer)
+        number, layer, part, _ = sources[name]
+        if layer is None:
+            tensor = np.asarray(arrays[number])
+        else:
+            leaf, kernel = leaves[number], get_layer(number, layer)
+            parts = split_fused(kernel, leaf.widths, axis=0)
+            tensor = parts[leaf.parts.index(part)]
         # Rounded on the host: denormals survive whatever the device does with them.
         with np.errstate(over="ignore"):
-            tensor = np.ascontiguousarray(np.asarray(block).astype(dtype))
+            tensor = np.ascontiguousarray(tensor.astype(dtype))
         if not np.isfinite(tensor).all():
             raise CheckpointError(f"{name} holds values that are not finite in {dtype}")
         return tensor
@@ -186,25 +197,50 @@ def resolve_model(name_or_path: str | Path) -> Path:
     return Path(snapshot)
 
 
-def _hf_names(config: Qwen3Config) -> dict[str, Any]:
-    """The tree of `param_shapes` with Hugging Face's tensor names as its leaves."""
+class _Leaf(NamedTuple):
+    """A parameter and the Hugging Face tensors that it holds.
+
+    Attributes:
+      template: name of the tensors, with {layer} if there is one for each layer, and
+        with {part} if the parameter is fused.
+      shape: shape of the parameter.
+      parts: names of the parts, as `fuse` has them; one unless fused.
+      widths: their widths.
+    """
+
+    template: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the layers are the first axis."""
+        return "{layer}" in self.template
+
+    def tensor_shape(self, part: str) -> tuple[int, ...]:
+        """Shape of the tensors of one part."""
+        rows, *rest = self.shape[self.stacked :]
+        width = self.widths[self.parts.index(part)]
+        return (rows // sum(self.widths) * width, *rest)
+
+
+def _leaves(config: Qwen3Config) -> tuple[list[_Leaf], jax.tree_util.PyTreeDef]:
+    """The parameters in the order of the flattened tree, and the tree."""
     block = "model.layers.{layer}."
     names = {
         "embed": {"embedding": _EMBED},
         "layers": {
             "input_norm": {"scale": block + "input_layernorm.weight"},
             "attention": {
-                "q_proj": {"kernel": block + "self_attn.q_proj.weight"},
-                "k_proj": {"kernel": block + "self_attn.k_proj.weight"},
-                "v_proj": {"kernel": block + "self_attn.v_proj.weight"},
+                "qkv_proj": {"kernel": block + "self_attn.{part}.weight"},
                 "o_proj": {"kernel": block + "self_attn.o_proj.weight"},
                 "q_norm": {"scale": block + "self_attn.q_norm.weight"},
                 "k_norm": {"scale": block + "self_attn.k_norm.weight"},
             },
             "post_attention_norm": {"scale": block + "post_attention_layernorm.weight"},
             "mlp": {
-                "gate_proj": {"kernel": block + "mlp.gate_proj.weight"},
-                "up_proj": {"kernel": block + "mlp.up_proj.weight"},
+                "gate_up_proj": {"kernel": block + "mlp.{part}.weight"},
                 "down_proj": {"kernel": block + "mlp.down_proj.weight"},
             },
         },
@@ -212,24 +248,32 @@ def _hf_names(config: Qwen3Config) -> dict[str, Any]:
     }
     if not config.tie_word_embeddings:
         names["lm_head"] = {"kernel": _LM_HEAD}
-    return names
+    shapes, treedef = jax.tree.flatten_with_path(
+        param_shapes(config), is_leaf=lambda node: isinstance(node, tuple)
+    )
+    leaves = []
+    for (path, shape), name in zip(shapes, treedef.flatten_up_to(names), strict=True):
+        parts = parts_of(config, path[-2].key)
+        leaves.append(_Leaf(name, shape, tuple(parts), tuple(parts.values())))
+    return leaves, treedef
 
 
 def _hf_tensors(
     config: Qwen3Config,
-) -> dict[str, tuple[int, int | None, tuple[int, ...]]]:
-    """Hugging Face name -> (leaf number, layer or None, shape), layer after layer."""
-    shapes, treedef = jax.tree.flatten(param_shapes(config), is_leaf=_is_shape)
-    outer, stacked = {}, []
-    for leaf, template in enumerate(treedef.flatten_up_to(_hf_names(config))):
-        if "{layer}" in template:
-            stacked.append((leaf, template))
-        else:
-            outer[template] = (leaf, None, shapes[leaf])
-    return outer | {
-        template.format(layer=layer): (leaf, layer, shapes[leaf][1:])
-        for layer in range(config.num_layers)
-        for leaf, template in stacked
+) -> dict[str, tuple[int, int | None, str, tuple[int, ...]]]:
+    """HF name -> (leaf number, layer or None, part, shape), layer after layer."""
+    leaves, _ = _leaves(config)
+    return {
+        leaf.template.format(layer=layer, part=part): (
+            number,
+            layer,
+            part,
+            leaf.tensor_shape(part),
+        )
+        for layer in (None, *range(config.num_layers))
+        for number, leaf in enumerate(leaves)
+        if leaf.stacked == (layer is not None)
+        for part in leaf.parts
     }
 
 
@@ -281,26 +325,32 @@ def _check_tied_head(tensors: SafetensorsFolder) -> None:
 
 def _load_leaf(
     tensors: SafetensorsFolder,
-    template: str,
-    shape: tuple[int, ...],
+    leaf: _Leaf,
     sharding: jax.sharding.Sharding | None,
     dtype: np.dtype,
 ) -> Array:
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        if "{layer}" not in template:
-            return tensors.read(template, index).astype(dtype, copy=False)
-        layers = range(shape[0])[index[0]]
-        block = [
-            len(range(n)[part]) for n, part in zip(shape[1:], index[1:], strict=True)
-        ]
-        stacked = np.empty((len(layers), *block), dtype)
-        for row, layer in enumerate(layers):
-            stacked[row] = tensors.read(template.format(layer=layer), index[1:])
-        return stacked
+        if not leaf.stacked:
+            return tensors.read(leaf.template, index).astype(dtype, copy=False)
+        layers, rows, *rest = (
+            range(n)[i] for n, i in zip(leaf.shape, index, strict=True)
+        )
+        block = np.empty([len(axis) for axis in (layers, rows, *rest)], dtype)
+        places = rows_of_parts(leaf.widths, leaf.shape[1])
+        for part, place in zip(leaf.parts, places, strict=True):
+            # A part's rows within the block are neighbours in its tensor.
+            start, stop = np.searchsorted(place, (rows.start, rows.stop)).tolist()
+            if start == stop:
+                continue
+            here, wanted = place[start:stop] - rows.start, slice(start, stop)
+            for row, layer in enumerate(layers):
+                name = leaf.template.format(layer=layer, part=part)
+                block[row, here] = tensors.read(name, (wanted, *index[2:]))
+        return block
 
     if sharding is None:
-        return jax.device_put(read((slice(None),) * len(shape)))
-    return jax.make_array_from_callback(shape, sharding, read)
+        return jax.device_put(read((slice(None),) * len(leaf.shape)))
+    return jax.make_array_from_callback(leaf.shape, sharding, read)
 
 
 @jax.jit
@@ -314,7 +364,7 @@ def _check_params(params: PyTree, config: Qwen3Config) -> None:
     def flat(tree, **kwargs):
         return dict(jax.tree.leaves_with_path(tree, **kwargs))
 
-    expected = flat(param_shapes(config), is_leaf=_is_shape)
+    expected = flat(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
     found = flat(params)
     for path in expected.keys() | found.keys():
         shape = found[path].shape if path in found else None
@@ -349,10 +399,6 @@ def _replace(folder: Path, complete: Path) -> None:
     folder.rename(old)
     complete.rename(folder)
     shutil.rmtree(old)
-
-
-def _is_shape(node: Any) -> bool:
-    return isinstance(node, tuple)
 
 
 def _listed(names: list[str]) -> str:

@@ -220,8 +220,9 @@ def param_shapes(config: Qwen3Config) -> dict[str, Any]:
     """Declares the parameter tree: the shape of every parameter.
 
     Kernels are stored [out, in], as in Hugging Face files, and those of all layers are
-    stacked on axis 0. The model, the loader, the exporter, the initialiser and the
-    shardings all follow this tree.
+    stacked on axis 0. `fuse` says how the rows of `qkv_proj` and `gate_up_proj` lie.
+    The model, the loader, the exporter, the initialiser and the shardings all follow
+    this tree.
 
     Returns:
       Nested dict whose leaves are shape tuples; `lm_head` only when untied.
@@ -238,17 +239,14 @@ def param_shapes(config: Qwen3Config) -> dict[str, Any]:
         "layers": {
             "input_norm": {"scale": (layers, d)},
             "attention": {
-                "q_proj": {"kernel": (layers, n * h, d)},
-                "k_proj": {"kernel": (layers, k * h, d)},
-                "v_proj": {"kernel": (layers, k * h, d)},
+                "qkv_proj": {"kernel": (layers, (n + 2 * k) * h, d)},
                 "o_proj": {"kernel": (layers, d, n * h)},
                 "q_norm": {"scale": (layers, h)},
                 "k_norm": {"scale": (layers, h)},
             },
             "post_attention_norm": {"scale": (layers, d)},
             "mlp": {
-                "gate_proj": {"kernel": (layers, f, d)},
-                "up_proj": {"kernel": (layers, f, d)},
+                "gate_up_proj": {"kernel": (layers, 2 * f, d)},
                 "down_proj": {"kernel": (layers, d, f)},
             },
         },

@@ -4,6 +4,7 @@ References:
   Qwen3 Technical Report, arXiv:2505.09388, section 2.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,21 +15,18 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from fp8rl_jax.attention import KVCache, attention, cached_attention, write_kv
 from fp8rl_jax.fp8 import Precision
+from fp8rl_jax.fp8.fused import add_and_norm, norm_gated_mlp, norm_linear, rms_norm
+from fp8rl_jax.fp8.gradient_ref import GradientRef
 from fp8rl_jax.fp8.weights import linear
 from fp8rl_jax.models.qwen3.config import Qwen3Config, param_shapes
-from fp8rl_jax.numerics import by_platform, fan_out, round_to, wide
+from fp8rl_jax.models.qwen3.fuse import gate_up_widths, qkv_widths, split_fused
+from fp8rl_jax.numerics import by_platform, round_to, wide
 
 REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-
-
-def _rms_norm(x, scale, eps):
-    """Over the last axis, in the dtype of x."""
-    inverse = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
-    return x * inverse * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -41,21 +39,8 @@ class RMSNorm(nnx.Module):
     def add_and_norm(
         self, residual: Float[Array, "B T D"], update: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """residual + update, and its norm; each rounded once.
-
-        The norm is taken of the rounded sum, which is what the next layer adds to.
-        """
-        dtype = residual.dtype
-
-        def add(x, y):
-            return x + y
-
-        def norm(x, scale):
-            return _rms_norm(x, scale, self.eps)
-
-        residual = wide(add, dtype, residual, update)
-        residual, x = fan_out(residual, 2)
-        return residual, wide(norm, dtype, x, self.scale.get_value())
+        """residual + update, and its norm."""
+        return add_and_norm(residual, update, self.scale.get_value(), self.eps)
 
 
 class Linear(nnx.Module):
@@ -63,12 +48,13 @@ class Linear(nnx.Module):
 
     def __init__(self, kernel: Any):
         self.kernel = nnx.Param(kernel)
+        self.gradient_ref = nnx.data(None)
 
     def __call__(
         self, x: Float[Array, "B T in"], precision: Precision
     ) -> Float[Array, "B T out"]:
         """x kernel^T under the precision's linear passes."""
-        return linear(x, self.kernel.get_value(), precision.linear)
+        return linear(x, self.kernel.get_value(), precision.linear, self.gradient_ref)
 
 
 class Attention(nnx.Module):
@@ -76,9 +62,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Qwen3Config, params: PyTree):
         self.head_dim = config.head_dim
-        self.q_proj = Linear(params["q_proj"]["kernel"])
-        self.k_proj = Linear(params["k_proj"]["kernel"])
-        self.v_proj = Linear(params["v_proj"]["kernel"])
+        self.qkv_widths = qkv_widths(config)
+        self.qkv_proj = Linear(params["qkv_proj"]["kernel"])
         self.o_proj = Linear(params["o_proj"]["kernel"])
         self.q_norm = RMSNorm(params["q_norm"]["scale"], config.rms_norm_eps)
         self.k_norm = RMSNorm(params["k_norm"]["scale"], config.rms_norm_eps)
@@ -87,7 +72,7 @@ class Attention(nnx.Module):
         """QK-norm and RoPE of [B, T, heads, H] with one rounding."""
 
         def fn(x, scale, cos, sin):
-            x1, x2 = jnp.split(_rms_norm(x, scale, norm.eps), 2, axis=-1)
+            x1, x2 = jnp.split(rms_norm(x, scale, norm.eps), 2, axis=-1)
             cos, sin = cos[:, :, None], sin[:, :, None]
             return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 
@@ -95,7 +80,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        qkv: Float[Array, "B T E"],
         rope: tuple[Float[Array, "B T h"], Float[Array, "B T h"]],
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None,
@@ -103,16 +88,13 @@ class Attention(nnx.Module):
         layer: Int[Array, ""],
         precision: Precision,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        """Self-attention, over ``cache`` if there is one; see `Qwen3.__call__`."""
-        batch, length, _ = x.shape
+        """Self-attention of projected tokens, over ``cache`` if there is one."""
+        batch, length, _ = qkv.shape
 
         def heads(x):
             return x.reshape(batch, length, -1, self.head_dim)
 
-        to_q, to_k, to_v = fan_out(x, 3)
-        q = heads(self.q_proj(to_q, precision))
-        k = heads(self.k_proj(to_k, precision))
-        v = heads(self.v_proj(to_v, precision))
+        q, k, v = map(heads, split_fused(qkv, self.qkv_widths))
         q = self._norm_and_rotate(q, self.q_norm, *rope)
         k = self._norm_and_rotate(k, self.k_norm, *rope)
         if cache is None:
@@ -130,41 +112,65 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The projections of down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, params: PyTree):
-        self.gate_proj = Linear(params["gate_proj"]["kernel"])
-        self.up_proj = Linear(params["up_proj"]["kernel"])
+    def __init__(self, config: Qwen3Config, params: PyTree):
+        self.block = gate_up_widths(config)[0]
+        self.gate_up_proj = Linear(params["gate_up_proj"]["kernel"])
         self.down_proj = Linear(params["down_proj"]["kernel"])
-
-    def __call__(
-        self, x: Float[Array, "B T D"], precision: Precision
-    ) -> Float[Array, "B T D"]:
-        """The feed-forward layer."""
-        to_gate, to_up = fan_out(x, 2)
-        gate, up = self.gate_proj(to_gate, precision), self.up_proj(to_up, precision)
-        x = wide(lambda g, u: g * jax.nn.sigmoid(g) * u, x.dtype, gate, up)
-        return self.down_proj(x, precision)
 
 
 class Block(nnx.Module):
-    """One decoder layer; the residual sum waits for the next norm."""
+    """One decoder layer; the residual sum waits for the next norm.
+
+    Each norm is computed together with the projection that it feeds.
+    """
 
     def __init__(self, config: Qwen3Config, params: PyTree):
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(params["input_norm"]["scale"], eps)
         self.attention = Attention(config, params["attention"])
         self.post_attention_norm = RMSNorm(params["post_attention_norm"]["scale"], eps)
-        self.mlp = MLP(params["mlp"])
+        self.mlp = MLP(config, params["mlp"])
 
     def __call__(self, residual, update, rope, positions, segments, cache, layer, p):
         """Returns the residual, the update still to be added to it, and the cache."""
-        residual, x = self.input_norm.add_and_norm(residual, update)
-        update, cache = self.attention(
-            x, rope, positions, segments, cache, layer, precision=p
+        norm, qkv_proj = self.input_norm, self.attention.qkv_proj
+        residual, qkv = norm_linear(
+            residual,
+            update,
+            norm.scale.get_value(),
+            norm.eps,
+            qkv_proj.kernel.get_value(),
+            p.linear,
+            qkv_proj.gradient_ref,
         )
-        residual, x = self.post_attention_norm.add_and_norm(residual, update)
-        return residual, self.mlp(x, p), cache
+        update, cache = self.attention(
+            qkv, rope, positions, segments, cache, layer, precision=p
+        )
+        norm = self.post_attention_norm
+        projections = self.mlp.gate_up_proj, self.mlp.down_proj
+        residual, update = norm_gated_mlp(
+            residual,
+            update,
+            norm.scale.get_value(),
+            norm.eps,
+            *(proj.kernel.get_value() for proj in projections),
+            p.linear,
+            self.mlp.block,
+            tuple(proj.gradient_ref for proj in projections),
+        )
+        return residual, update, cache
+
+
+def _add_gradients_to(block: Block, gradients: PyTree[jax.Ref], layer: Array) -> None:
+    """Has the backward pass add the linear kernels' gradients to stacked buffers."""
+    # Not by way of the scanned weights: a scan cuts a layer out of a Ref and puts it
+    # back, and an nnx.Variable holds no Ref.
+    for path, module in nnx.iter_modules(block):
+        if isinstance(module, Linear):
+            ref = functools.reduce(lambda tree, key: tree[key], path, gradients)
+            module.gradient_ref = nnx.data(GradientRef(ref["kernel"], layer))
 
 
 class Embedding(nnx.Module):
@@ -210,6 +216,7 @@ class Qwen3(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         remat: str = "none",
+        gradients: PyTree[jax.Ref] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Hidden states after the final norm.
 
@@ -225,6 +232,9 @@ class Qwen3(nnx.Module):
             None.
           cache: key-value cache of the batch.
           remat: name of the rematerialisation policy: "none", "full" or "dots".
+          gradients: buffers like the layers' weights. If given, the backward pass adds
+            the gradients of the linear kernels to theirs, and the kernels must be
+            constants of differentiation.
 
         Returns:
           Hidden states in the activation dtype and the updated cache (None without).
@@ -241,6 +251,8 @@ class Qwen3(nnx.Module):
             layer, weights = xs
             residual, update, cache = carry
             block = nnx.merge(graph, weights)
+            if gradients is not None:
+                _add_gradients_to(block, gradients, layer)
             carry = block(
                 residual, update, rope, positions, segments, cache, layer, precision
             )
