@@ -188,6 +188,10 @@ def choose_config(m: int, n: int, k: int, b_by_row: bool) -> GemmConfig:
         if wide:
             return GemmConfig(2, 192, 4, unroll=1, cluster=1)
         return GemmConfig(2, 64, 8, unroll=4, in_flight=2, cluster=1)
+    if m <= 512:
+        if n >= 6144:
+            return GemmConfig(2, 192, 4, unroll=1, cluster=1)
+        return GemmConfig(2, 128, 5)
     return GemmConfig()
 
 

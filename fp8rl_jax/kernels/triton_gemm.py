@@ -19,7 +19,7 @@ BLOCK = 128
 # From Ada on, tensor cores take e4m3 operands; before, Triton does not know the type.
 _FIRST_FP8_CAPABILITY = 89
 # Row blocks whose programs run side by side and share their blocks of b in L2.
-_GROUP_M = 8
+_GROUP_M = 16
 
 
 class Tile(NamedTuple):
@@ -58,13 +58,16 @@ def choose_tile(m: int, n: int, b_block_rows: int, compute_capability: int) -> T
     if m <= 64:  # decode: bound by reading b, so many small programs
         if n < 16384:
             return Tile(64, 32, 1, 4, 8 if large else 6)
-        return Tile(64, 64, 1, 4, 4)
+        return Tile(64, 128, 1, 4, 4)
     if m <= 256 or not large:
         return Tile(64, 128, 1, 4, 3)
-    # A scale per column takes the registers of a second accumulator; on Blackwell the
+    # A scale per column takes the registers of a second product; on Blackwell the
     # copies out of tensor memory do.
-    two_fit = b_block_rows == BLOCK and compute_capability == 90
-    return Tile(128, 128, 2 if two_fit else 1, 8, 4)
+    if b_block_rows == 1:
+        return Tile(128, 64, 1, 8, 4)
+    if compute_capability == 90:
+        return Tile(64, 128, 2, 4, 3)
+    return Tile(128, 128, 1, 8, 4)
 
 
 def scaled_gemm(
