@@ -230,7 +230,10 @@ def candidates(product: Product) -> list[GemmConfig]:
 
 
 def tune() -> None:
-    """Measures every candidate and writes the fastest of each shape."""
+    """Measures every candidate and writes the fastest of each shape.
+
+    Entries of other shapes stay in the table.
+    """
     shapes = [s for name in _SIZES.value for s in linear_shapes(QWEN3_SIZES[name])]
     products = [
         Product("forward", m, n, k)
@@ -245,7 +248,8 @@ def tune() -> None:
             compiled.append((config, fn.lower(*sets[0]).compile()))
         return compiled
 
-    table = []
+    entries = json.loads(_TABLE.read_text())
+    table = {(e["m"], e["n"], e["k"]): e["config"] for e in entries}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled_products = pool.map(compile_all, products)
     for product, compiled in zip(products, compiled_products, strict=True):
@@ -255,17 +259,15 @@ def tune() -> None:
             for _, fn in compiled
         ]
         best = min(range(len(times)), key=times.__getitem__)
-        table.append(
-            {
-                "m": product.m,
-                "n": product.n,
-                "k": product.k,
-                "config": dataclasses.asdict(compiled[best][0]),
-            }
-        )
+        shape = product.m, product.n, product.k
+        table[shape] = dataclasses.asdict(compiled[best][0])
         microseconds = ", ".join(f"{1e6 * t:.1f}" for t in times)
         print(f"{product.name}: {microseconds} us; {compiled[best][0]}", flush=True)
-        _TABLE.write_text(json.dumps(table, indent=1) + "\n")
+        entries = [
+            {"m": m, "n": n, "k": k, "config": config}
+            for (m, n, k), config in sorted(table.items())
+        ]
+        _TABLE.write_text(json.dumps(entries, indent=1) + "\n")
 
 
 def main(argv: list[str]) -> None:

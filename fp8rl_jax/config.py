@@ -111,7 +111,8 @@ def base_config() -> ConfigDict:
     c.warm_start.warmup_steps = 20
     c.warm_start.eval_period = 5  # steps between exact-match evaluations
     c.warm_start.stop_accuracy = 0.2  # stop at the first evaluation that reaches this
-    c.warm_start.max_accuracy = 0.45  # more than this is an error: nothing to learn
+    c.warm_start.max_accuracy = 0.45  # beyond it there is too little left to learn:
+    c.warm_start.min_accuracy = 0.2  # go back to the last evaluation above this
 
     c.grading = ConfigDict()
     c.grading.num_workers = 2

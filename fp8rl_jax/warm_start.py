@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
@@ -37,10 +39,12 @@ def warm_start(
       should_stop: asked after every step.
 
     Returns:
-      The masters and their held-out accuracy; None if told to stop.
+      The masters and their held-out accuracy, those of the last evaluation below
+      ``max_accuracy`` if one jumped beyond it; None if told to stop.
 
     Raises:
-      WarmStartError: the target was not reached, or overshot ``max_accuracy``.
+      WarmStartError: the target was not reached, or the accuracy went from below
+        ``min_accuracy`` to beyond ``max_accuracy``.
     """
     config, task = experiment.config.warm_start, experiment.task
     if not isinstance(task, SupervisedTask):
@@ -52,6 +56,7 @@ def warm_start(
     state = learner.init(params)
     codes = learner.quantize(state.params)
     rows = min(config.batch_size, experiment.config.train.micro_batch_size)
+    kept = None  # where to go back to if a step overshoots
     for step in range(1, config.max_steps + 1):
         batch = next(prompts)
         answers = [
@@ -72,14 +77,18 @@ def warm_start(
             metrics["validation/accuracy"] = accuracy
         writer.write(step, metrics)
         reporter.step(step, metrics)
-        if done and accuracy >= config.stop_accuracy:
-            if accuracy > config.max_accuracy:
+        if done and accuracy > config.max_accuracy:
+            if kept is None:
                 raise WarmStartError(
                     f"The warm start jumped to {accuracy:.1%}, beyond "
                     f"warm_start.max_accuracy={config.max_accuracy:.0%}: lower "
                     "warm_start.learning_rate or warm_start.eval_period."
                 )
+            return kept
+        if done and accuracy >= config.stop_accuracy:
             return state.params, accuracy
+        if done and accuracy >= config.min_accuracy:
+            kept = jax.tree.map(jnp.copy, state.params), accuracy
         if should_stop():
             return None
     raise WarmStartError(

@@ -128,6 +128,17 @@ def test_imitates_the_answer_and_the_stop_token():
     assert set(texts) <= sums and len(set(texts)) == 8
 
 
+def test_goes_back_to_the_last_evaluation_if_one_jumps_beyond():
+    accuracies = {5: 0.15, 10: 0.25, 15: 0.3, 20: 0.6}
+    run = Run(accuracies.__getitem__, stop_accuracy=0.38)
+    params, accuracy = run()
+    assert (params, accuracy) == (15, 0.3)
+    # From too little to too much in one go: nothing to go back to.
+    accuracies = {5: 0.15, 10: 0.6}
+    with pytest.raises(WarmStartError, match="jumped to 60.0%"):
+        Run(accuracies.__getitem__, stop_accuracy=0.38)()
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [

@@ -184,15 +184,11 @@ def choose_config(m: int, n: int, k: int, b_by_row: bool) -> GemmConfig:
         return GemmConfig(1, tile_n, stages, unroll=4, in_flight=4, cluster=1)
     if m <= 128 and not wide:
         return GemmConfig(1, 64, 12, unroll=4, in_flight=4, cluster=1)
+    if m <= 512 and (wide or (m > 256 and n >= 6144)):
+        return GemmConfig(2, 192, 4, unroll=1, cluster=1)
     if m <= 256:
-        if wide:
-            return GemmConfig(2, 192, 4, unroll=1, cluster=1)
         return GemmConfig(2, 64, 8, unroll=4, in_flight=2, cluster=1)
-    if m <= 512:
-        if n >= 6144:
-            return GemmConfig(2, 192, 4, unroll=1, cluster=1)
-        return GemmConfig(2, 128, 5)
-    return GemmConfig()
+    return GemmConfig(2, 128, 5) if m <= 512 else GemmConfig()
 
 
 def _pad_rows(codes, scales, multiple):
