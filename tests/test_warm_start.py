@@ -135,7 +135,7 @@ def test_goes_back_to_the_last_evaluation_if_one_jumps_beyond():
     assert (params, accuracy) == (15, 0.3)
     # From too little to too much in one go: nothing to go back to.
     accuracies = {5: 0.15, 10: 0.6}
-    with pytest.raises(WarmStartError, match="jumped to 60.0%"):
+    with pytest.raises(WarmStartError, match="jumped to 60"):
         Run(accuracies.__getitem__, stop_accuracy=0.38)()
 
 
