@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 Implementation = Literal["mosaic", "triton", "reference"]
 IMPLEMENTATIONS = get_args(Implementation)
 _HOPPER = "9.0"
+_FIRST_WITH_TRITON = 8.0
 
 
 def compute_capability() -> str:
@@ -52,9 +53,20 @@ def resolve(implementation: Implementation | None, available: Any) -> str:
         return "reference"
     if capability == _HOPPER and "mosaic" in available:
         return "mosaic"
-    if "triton" in available and importlib.util.find_spec("jax_triton"):
+    new_enough = float(capability) >= _FIRST_WITH_TRITON
+    if "triton" in available and new_enough and importlib.util.find_spec("jax_triton"):
         return "triton"
     return "reference"
+
+
+def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Has `jax.vmap` loop over a kernel that has no batching rule."""
+
+    def run(*args, **static):
+        fn = functools.partial(kernel, **static)
+        return jax.custom_batching.sequential_vmap(fn)(*args)
+
+    return run
 
 
 def _varying(aval: Any) -> frozenset[str]:
@@ -89,9 +101,10 @@ class PlatformFunction:
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_impl(
-            lambda *args, **params: jax.jit(
-                functools.partial(self.primitive.bind, **params)
-            )(*args)
+            jax.jit(
+                self.primitive.bind,
+                static_argnames=("implementation", "maps", "static"),
+            )
         )
         self.primitive.def_abstract_eval(self._abstract_eval)
         batching.primitive_batchers[self.primitive] = self._batch

@@ -95,16 +95,12 @@ def _token_log_probs_fwd(hidden, head, targets, head_gradient, temperature, voca
 
 
 def _token_log_probs_bwd(temperature, vocab_size, residuals, cotangent):
-    *residuals, head_gradient = residuals
-    in_place = head_gradient is not None
-    if not in_place:
-        head_gradient = jax.new_ref(jnp.zeros_like(residuals[1], jnp.float32))
-
     def backward(dtype, cotangent, hidden, head, targets, lse, head_gradient):
         num_chunks, size = _chunking(head.shape[0])
         scale = (cotangent.astype(dtype) / temperature)[:, None]
 
-        def step(d_hidden, index):
+        def step(carry, index):
+            d_hidden, d_head = carry
             rows, start, ids, counts = _chunk(head, index, vocab_size)
             logits = _logits(dtype, hidden, rows, temperature)
             probs = jnp.exp(logits - lse[:, None].astype(dtype))
@@ -114,17 +110,23 @@ def _token_log_probs_bwd(temperature, vocab_size, residuals, cotangent):
             d_logits = round_to(d_logits, hidden.dtype)
             rows = round_to(rows, hidden.dtype)
             d_rows = numerics.dot(dtype, d_logits, hidden, _TN).astype(jnp.float32)
-            head_gradient[pl.ds(start, size)] += d_rows
-            return d_hidden + numerics.dot(dtype, d_logits, rows, _NN), None
+            if head_gradient is None:
+                d_rows += lax.dynamic_slice_in_dim(d_head, start, size)
+                d_head = lax.dynamic_update_slice_in_dim(d_head, d_rows, start, 0)
+            else:
+                head_gradient[pl.ds(start, size)] += d_rows
+            d_hidden = d_hidden + numerics.dot(dtype, d_logits, rows, _NN)
+            return (d_hidden, d_head), None
 
+        in_place = head_gradient is not None
+        d_head = None if in_place else jnp.zeros_like(head, jnp.float32)
+        carry = (jnp.zeros_like(hidden, dtype), d_head)
         indices = jnp.arange(num_chunks, dtype=jnp.int32)
-        d_hidden, _ = lax.scan(step, jnp.zeros_like(hidden, dtype), indices)
-        return round_to(d_hidden, hidden.dtype)
+        (d_hidden, d_head), _ = lax.scan(step, carry, indices)
+        d_head = None if in_place else round_to(d_head, head.dtype)
+        return round_to(d_hidden, hidden.dtype), d_head
 
-    d_hidden = by_platform(backward, cotangent, *residuals, head_gradient)
-    if in_place:
-        return d_hidden, None, None, None
-    d_head = round_to(jax.freeze(head_gradient), residuals[1].dtype)
+    d_hidden, d_head = by_platform(backward, cotangent, *residuals)
     return d_hidden, d_head, None, None
 
 

@@ -15,7 +15,7 @@ from fp8rl_jax.fp8 import ACTIVATION_BLOCK, WEIGHT_BLOCK, ScaledArray
 from fp8rl_jax.fp8.dot_general import fp8_dot_general
 from fp8rl_jax.fp8.matmul import add_scaled_matmul_nt, scaled_matmul_nt
 from fp8rl_jax.fp8.quantize import quantize, quantize_both, quantize_weight
-from fp8rl_jax.implementation import PlatformFunction, resolve
+from fp8rl_jax.implementation import PlatformFunction, one_at_a_time, resolve
 
 NT = (((1,), (1,)), ((), ()))
 E4M3 = jnp.float8_e4m3fn
@@ -271,3 +271,35 @@ def test_operations_hold_kernels_when_lowered_for_cuda(operation):
     assert calls("reference", "cuda") == calls(None, "tpu") == calls(None, "cpu") == 0
     with pytest.raises(ValueError, match="runs on NVIDIA GPUs only"):
         calls("mosaic", "tpu")
+
+
+def test_an_eager_call_is_traced_once():
+    traced = []
+
+    def reference(x):
+        traced.append(x.shape)
+        return (x,)
+
+    types = [((3,), jnp.float32)]
+    function = PlatformFunction("traced_once", lambda x: types, reference, {})
+    for _ in range(3):
+        function(jnp.ones((3,)))
+    assert traced == [(3,)]
+
+
+def test_vmap_loops_over_a_kernel_without_a_batching_rule():
+    def kernel(x, *, by):
+        assert x.ndim == 1
+        return (x * by,)
+
+    run = jax.vmap(functools.partial(one_at_a_time(kernel), by=3.0))
+    np.testing.assert_array_equal(run(jnp.ones((4, 2)))[0], np.full((4, 2), 3.0))
+
+
+def test_older_gpus_than_ampere_do_not_get_triton(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    for capability, expected in (("7.5", "reference"), ("8.0", "triton")):
+        monkeypatch.setattr(
+            "fp8rl_jax.implementation.compute_capability", lambda c=capability: c
+        )
+        assert resolve(None, {"triton", "reference"}) == expected

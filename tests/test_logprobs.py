@@ -308,3 +308,25 @@ def test_bfloat16_logits_would_fail_the_bound():
     wrong = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = reference_log_softmax(hidden, head, 1.0, SMALL[1])
     assert abs(wrong - expected).max() > 100 * 32 * 2.0**-23
+
+
+def test_gradients_under_vmap():
+    hidden = jnp.asarray(
+        np.random.default_rng(0).normal(size=(3, 5, 128)), jnp.bfloat16
+    )
+    head = jnp.asarray(np.random.default_rng(1).normal(size=(256, 128)), jnp.float32)
+    targets = jnp.arange(15, dtype=jnp.int32).reshape(3, 5)
+
+    def loss(hidden, head, targets):
+        return token_log_probs(
+            hidden, head, targets, temperature=1.0, vocab_size=250
+        ).sum()
+
+    grad = jax.grad(loss, (0, 1))
+    mapped = jax.jit(jax.vmap(grad, (0, None, 0)))(hidden, head, targets)
+    for i in range(3):
+        alone = jax.jit(grad)(hidden[i], head, targets[i])
+        for a, b in zip(mapped, alone, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(a[i], np.float32), np.asarray(b, np.float32), rtol=1e-5
+            )

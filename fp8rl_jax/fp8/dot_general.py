@@ -78,8 +78,8 @@ def fp8_dot_general(
       The product, batch axes first, then the free axes of ``lhs`` and of ``rhs``.
 
     Raises:
-      ValueError: shapes do not match, ``codes`` or ``gradient_ref`` do not fit
-        ``rhs``, or the implementation cannot run on the platform.
+      ValueError: shapes or dtypes do not match, ``codes`` or ``gradient_ref`` do not
+        fit ``rhs``, or the implementation cannot run on the platform.
     """
     del precision
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
@@ -92,6 +92,8 @@ def fp8_dot_general(
             )
         if codes is not None:
             raise ValueError("Pass codes= or a ScaledArray weight, not both.")
+    if lhs.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"lhs must be bfloat16 or float32, got {lhs.dtype}.")
     x, x_free = _canonical(lhs, lhs_batch, lhs_contract)
     if isinstance(rhs, ScaledArray):
         w, codes, w_free = None, rhs, rhs.shape[:1]

@@ -20,6 +20,7 @@ from fp8rl_jax.fp8.quantize import (
     ACTIVATION_BLOCK,
     BLOCK,
     E4M3,
+    WEIGHT_BLOCK,
     quantize,
     quantize_both,
 )
@@ -90,7 +91,7 @@ def norm_linear(
     Returns:
       residual + update, and the product.
     """
-    if not _fusible(residual, passes, weight):
+    if not _fusible(residual, update, scale, passes, weight):
         residual, x = add_and_norm(residual, update, scale, eps)
         return residual, linear(x, weight, passes, gradient_ref)
     *lead, k = residual.shape
@@ -127,10 +128,9 @@ def norm_gated_mlp(
     Returns:
       residual + update, and the result, which the next layer adds to it.
     """
-    if block != BLOCK or not _fusible(residual, passes, gate_up, down):
-        total, hidden = norm_linear(
-            residual, update, scale, eps, gate_up, passes, gradient_refs[0]
-        )
+    front = residual, update, scale
+    if block != BLOCK or not _fusible(*front, passes, gate_up, down):
+        total, hidden = norm_linear(*front, eps, gate_up, passes, gradient_refs[0])
         return total, linear(silu_mul(hidden, block), down, passes, gradient_refs[1])
     *lead, k = residual.shape
     rows = residual.reshape(-1, k), update.reshape(-1, k)
@@ -176,12 +176,18 @@ class _Weight:
         return dx, _Weight(None, dw)
 
 
-def _fusible(x, passes, *weights: LinearWeight) -> bool:
-    if passes != FP8_LINEAR or x.dtype != jnp.bfloat16:
+def _fusible(residual, update, scale, passes, *weights: LinearWeight) -> bool:
+    """Whether kernels may have it: FP8 products of ready codes in whole blocks."""
+    dtypes = residual.dtype, update.dtype, scale.dtype
+    if passes != FP8_LINEAR or dtypes != (jnp.bfloat16, jnp.bfloat16, jnp.float32):
         return False
     if not all(isinstance(w, ScaledArray | CodedWeight) for w in weights):
         return False
-    return all(n % BLOCK == 0 for w in weights for n in _Weight.of(w).codes.shape)
+    codes = [_Weight.of(w).codes for w in weights]
+    return all(
+        q.block == WEIGHT_BLOCK and q.ndim == 2 and not any(n % BLOCK for n in q.shape)
+        for q in codes
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,7 +8,12 @@ from jaxtyping import Array, Float, Int
 from fp8rl_jax import numerics
 from fp8rl_jax.fp8.quantize import BLOCK, pad_to_multiple
 from fp8rl_jax.fp8.scaled_array import ScaledArray
-from fp8rl_jax.implementation import Implementation, PlatformFunction
+from fp8rl_jax.implementation import (
+    Implementation,
+    PlatformFunction,
+    compute_capability,
+    one_at_a_time,
+)
 from fp8rl_jax.kernels import hopper_gemm, triton_gemm
 from fp8rl_jax.numerics import by_platform, round_to
 
@@ -91,7 +96,20 @@ def add_scaled_matmul_nt(
       a: [M, K] in 1x128 blocks.
       b: [N, K], likewise.
       implementation: see :func:`scaled_matmul_nt`.
+
+    Raises:
+      ValueError: shapes, blocks or the buffer's dtype do not fit.
     """
+    shape = (a.shape[0], b.shape[0])
+    blocked = a.block == b.block == (1, BLOCK) and a.shape[1] == b.shape[1]
+    if not blocked or buffer.shape[layer is not None :] != shape:
+        raise ValueError(
+            f"add_scaled_matmul_nt needs [M, K] and [N, K] in 1x{BLOCK} blocks and a "
+            f"buffer [M, N], or [L, M, N] with a layer, got {a.shape} in {a.block}, "
+            f"{b.shape} in {b.block} and {buffer.shape}."
+        )
+    if buffer.dtype != jnp.float32:
+        raise ValueError(f"The buffer must be float32, got {buffer.dtype}.")
     stacked = buffer[None] if layer is None else buffer
     index = jnp.int32(0) if layer is None else layer
     (total,) = _add_scaled_matmul(
@@ -163,29 +181,37 @@ def _on_gpu(kernel):
     return run
 
 
+@one_at_a_time
+def _triton_gemm(*operands, **static):
+    capability = round(10 * float(compute_capability()))
+    return triton_gemm.scaled_gemm(*operands, compute_capability=capability, **static)
+
+
 _scaled_matmul = PlatformFunction(
     "scaled_matmul",
     _out_types,
     _reference,
     {
         "mosaic": _on_gpu(hopper_gemm.scaled_gemm),
-        "triton": _on_gpu(triton_gemm.scaled_gemm),
+        "triton": _on_gpu(_triton_gemm),
     },
 )
 
 
-def _add_reference(buffer, layer, *operands):
-    (y,) = _reference(*operands, block_rows=(1, 1), out_dtype=buffer.dtype)
-    return (buffer.at[layer].add(y),)
+def _product_then_sum(product):
+    """Two steps: where no kernel adds what it stores."""
+
+    def run(buffer, layer, *operands):
+        (y,) = product(*operands, block_rows=(1, 1), out_dtype=buffer.dtype)
+        return (buffer.at[layer].add(y),)
+
+    return run
 
 
 def _add_on_hopper(buffer, layer, a, b, a_scales, b_scales):
     if buffer.shape[1] % BLOCK or buffer.shape[2] % BLOCK:  # the store cannot be padded
-        product = _on_gpu(hopper_gemm.scaled_gemm)
-        (y,) = product(
-            a, b, a_scales, b_scales, block_rows=(1, 1), out_dtype=buffer.dtype
-        )
-        return (buffer.at[layer].add(y),)
+        run = _product_then_sum(_on_gpu(hopper_gemm.scaled_gemm))
+        return run(buffer, layer, a, b, a_scales, b_scales)
     a, b = (pad_to_multiple(x, (BLOCK,)) for x in (a, b))
     ref = jax.new_ref(buffer)
     hopper_gemm.scaled_gemm_into(ref, layer, a, b, a_scales.T, b_scales.T)
@@ -195,6 +221,9 @@ def _add_on_hopper(buffer, layer, a, b, a_scales, b_scales):
 _add_scaled_matmul = PlatformFunction(
     "add_scaled_matmul",
     lambda buffer, *_: [(buffer, jnp.float32)],
-    _add_reference,
-    {"mosaic": _add_on_hopper},
+    _product_then_sum(_reference),
+    {
+        "mosaic": one_at_a_time(_add_on_hopper),
+        "triton": _product_then_sum(_on_gpu(_triton_gemm)),
+    },
 )

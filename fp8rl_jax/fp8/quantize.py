@@ -90,7 +90,8 @@ def quantize(
       The codes and scales of ``x``.
 
     Raises:
-      ValueError: ``x`` has fewer than two axes or a block side is not positive.
+      ValueError: ``x`` has fewer than two axes, a block side is not positive, or there
+        is no such implementation.
     """
     if x.ndim < 2 or min(block) < 1:
         raise ValueError(
@@ -99,6 +100,12 @@ def quantize(
         )
     x = lax.stop_gradient(x)
     if power_of_two or block not in (ACTIVATION_BLOCK, WEIGHT_BLOCK):
+        if implementation not in (None, "reference"):
+            raise ValueError(
+                f"Kernels quantise blocks {ACTIVATION_BLOCK} and {WEIGHT_BLOCK} alone, "
+                f"got {block}, power_of_two={power_of_two} and "
+                f"implementation={implementation!r}: leave implementation unset."
+            )
         codes, scales = _reference(x, block, power_of_two)
     elif block == WEIGHT_BLOCK:
         return quantize_weight(x, implementation=implementation)[0]
@@ -194,8 +201,8 @@ def _both_reference(x):
 
 
 def _both_on_hopper(x):
-    if x.dtype != jnp.bfloat16:  # the kernel transposes 16-bit values
-        return _both_reference(x)
+    if x.dtype != jnp.bfloat16:  # the kernel transposes 16-bit values only
+        return *_rows_on_hopper(x), *_rows_on_hopper(x.T)
     codes, scales, codes_t, scales_t = hopper_quantize.quantize_both(x)
     return codes, scales.T, codes_t[:, : x.shape[0]], scales_t.T
 

@@ -33,7 +33,7 @@ _Layout = plgpu.Layout
 # Registers a thread, by number of compute warpgroups, out of 65,536 a multiprocessor.
 _COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = 24
-_NUM_SMS = 132
+_NUM_SMS = 132  # of an H100 SXM or H200; others only run a second, partial wave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,8 @@ def scaled_gemm_into(
     """
     _check(a, b, a_scales, b_scales, 1)
     m, n = a.shape[0], b.shape[0]
-    if buffer.shape[1:] != (m, n) or buffer.dtype != jnp.float32 or m % 8 or n % BLOCK:
+    blocks = m % BLOCK == n % BLOCK == 0
+    if buffer.shape[1:] != (m, n) or buffer.dtype != jnp.float32 or not blocks:
         raise ValueError(
             f"The buffer must be float32 [L, {m}, {n}] with whole blocks of {BLOCK}, "
             f"got {buffer.dtype} {buffer.shape}."
@@ -399,7 +400,9 @@ def _launch(
                 for i in range(tile_n // store_n):
                     group, j = divmod(i * store_n, group_n)
                     buffer = out_s.at[wg, i % buffers]
-                    plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+                    # The first one may meet the last of the tile before in its buffer.
+                    under_way = buffers - 1 if i else 0
+                    plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
                     buffer[...] = groups[group][:, j : j + store_n]
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(

@@ -300,3 +300,9 @@ def test_bad_input_is_named(case, operands):
         kwargs["passes"] = BF16_LINEAR
     with pytest.raises(ValueError, match=message):
         fp8_dot_general(*make(x, w, q), **kwargs)
+
+
+def test_other_dtypes_are_refused():
+    x = jnp.ones((8, 128), jnp.float16)
+    with pytest.raises(ValueError, match="lhs must be bfloat16 or float32"):
+        fp8_dot_general(x, jnp.ones((128, 128)), (((1,), (0,)), ((), ())))

@@ -164,3 +164,11 @@ def test_formulas():
     expected = (gate / (1 + np.exp(-gate)) * up).reshape(5, 256)
     got = jax.jit(functools.partial(silu_mul, block=128))(jnp.asarray(x, jnp.float32))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_kernels_do_not_take_is_composed(inputs):
+    x = inputs | {"scale": inputs["scale"].astype(jnp.bfloat16)}
+    got = values_and_gradients(fused_linear, x)
+    want = values_and_gradients(composed_linear, x)
+    np.testing.assert_array_equal(got[0][1], want[0][1])
+    assert got[1]["scale"].dtype == jnp.bfloat16

@@ -140,3 +140,27 @@ def test_mismatched_operands_are_named(k_and_block, normal):
     a, b = quantize(normal((2, 128))), quantize(normal((2, k)), block)
     with pytest.raises(ValueError, match=r"K in blocks of 128, got \(2, 128\)"):
         scaled_matmul_nt(a, b, jnp.float32)
+
+
+def test_adding_checks_what_it_is_given():
+    a, b = quantize(jnp.ones((8, 128))), quantize(jnp.ones((16, 128)))
+    for buffer, layer, right in (
+        (jnp.zeros((8, 8)), None, b),
+        (jnp.zeros((2, 8, 16)), None, b),
+        (jnp.zeros((8, 16)), None, quantize(jnp.ones((16, 128)), WEIGHT_BLOCK)),
+    ):
+        with pytest.raises(ValueError, match="add_scaled_matmul_nt needs"):
+            add_scaled_matmul_nt(buffer, layer, a, right)
+    with pytest.raises(ValueError, match="must be float32"):
+        add_scaled_matmul_nt(jnp.zeros((8, 16), jnp.bfloat16), None, a, b)
+
+
+def test_adding_under_vmap_lowers_for_hopper():
+    a, b = quantize(jnp.ones((128, 128))), quantize(jnp.ones((256, 128)))
+    add = jax.vmap(lambda buffer, layer: add_scaled_matmul_nt(buffer, layer, a, b))
+    buffers, layers = jnp.zeros((2, 3, 128, 256)), jnp.array([0, 2], jnp.int32)
+    total = jax.jit(add)(buffers, layers)
+    np.testing.assert_allclose(total[0, 0], 128.0, rtol=1e-6)
+    np.testing.assert_array_equal(total[0, 1:], 0)
+    lowered = jax.jit(add).trace(buffers, layers).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()

@@ -238,3 +238,9 @@ def test_no_gradient_flows_through_two_layouts(function, normal):
 def test_bad_input_is_named(shape, block):
     with pytest.raises(ValueError, match="at least two axes and a positive block"):
         quantize(jnp.ones(shape), block)
+
+
+def test_blocks_without_a_kernel_are_refused_where_one_is_asked_for():
+    for kwargs in (dict(block=(1, 64)), dict(power_of_two=True)):
+        with pytest.raises(ValueError, match="Kernels quantise blocks"):
+            quantize(jnp.ones((8, 128)), implementation="mosaic", **kwargs)

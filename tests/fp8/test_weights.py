@@ -41,12 +41,19 @@ def up_proj(tree):
 
 def test_only_linear_kernels_are_quantised_per_layer(params, ref, assert_same_bits):
     codes = jax.jit(quantize_weights)(params)
-    assert len(jax.tree.leaves(codes)) == 2
+    assert len(jax.tree.leaves(codes)) == 4  # codes and scales in both layouts
     assert codes["lm_head"]["kernel"] is None and codes["embed"]["embedding"] is None
     for layer in range(2):
         expected, scales = ref.quantize(up_proj(params)[layer], WEIGHT_BLOCK)
-        assert_same_bits(up_proj(codes).codes[layer], expected)
-        assert_same_bits(up_proj(codes).scales[layer], scales)
+        for q, turn in (
+            (up_proj(codes).codes, False),
+            (up_proj(codes).transposed, True),
+        ):
+            q = q.mT if turn else q
+            assert_same_bits(q.codes[layer], expected)
+            assert_same_bits(q.scales[layer], scales)
+    alone = jax.eval_shape(lambda p: quantize_weights(p, transposed=False), params)
+    assert up_proj(alone).transposed is None
 
 
 @pytest.mark.parametrize("precision", [FP8_LINEAR, BF16_LINEAR], ids=["fp8", "bf16"])

@@ -220,6 +220,17 @@ def test_configurations_give_the_same_bits(b_block_rows, configs):
         assert jnp.array_equal(out, expected), dataclasses.asdict(config)
 
 
+def test_tiles_that_follow_one_another_at_once_do_not_meet_in_their_buffers():
+    # One block of K and some twenty tiles a thread block: stores wait for each other.
+    a = random_operand(2048, 128, ACTIVATION_BLOCK)
+    b = random_operand(6144, 128, WEIGHT_BLOCK)
+    expected = multiply(a, b, F32).astype(BF16)
+    for config in (GemmConfig(2, 192, 4, unroll=1, cluster=1), GemmConfig(2, 128, 5)):
+        gemm = functools.partial(scaled_gemm, out_dtype=BF16, config=config)
+        out = jax.jit(gemm)(a.codes, b.codes, a.scales.T, b.scales)
+        assert jnp.array_equal(out, expected), config
+
+
 def test_wgrad_is_added_in_place():
     a, b = (random_operand(n, 1000 // 128 * 128, ACTIVATION_BLOCK) for n in (256, 384))
     product = wide(multiply(a, b, F32))
