@@ -45,7 +45,8 @@ class GemmConfig:
       tile_n: columns of the tile: 32, 64, 128 or 192.
       stages: K blocks that are loaded ahead.
       unroll: K blocks unrolled: ptxas then promotes one while the next multiplies, and
-        the scales of the weight are fetched that far ahead.
+        the scales of the weight are fetched that far ahead. Where it does not divide
+        K/128, their greatest common divisor takes its place.
       in_flight: partial products that a warpgroup has in flight; more than one needs
         small tiles.
       cluster: thread blocks that share loads by multicast: neighbours along
@@ -440,6 +441,7 @@ def _launch(
             smem((c.stages, tile_m, BLOCK), E4M3, swizzled=True),
             smem((c.stages, tile_n, BLOCK), E4M3, swizzled=True),
             smem((c.stages, tile_m), jnp.float32),
+            # Not used with weights, whose scales are read from global memory.
             smem((c.stages, tile_n) if b_by_row else (1, 32), jnp.float32),
             smem((c.warpgroups, buffers, _SLAB, store_n), out_dtype, swizzled=True),
             plgpu.Barrier(num_arrivals=3 + b_by_row, num_barriers=c.stages),
