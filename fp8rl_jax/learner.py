@@ -275,7 +275,7 @@ class Learner:
         """FP8 codes of the linear kernels, as far as the recipe uses any."""
         recipe = self._recipe
         if recipe.rollout.linear.forward or recipe.train.linear.forward:
-            return quantize_weights(params, self._recipe.train.linear.dgrad)
+            return quantize_weights(params, recipe.train.linear.dgrad)
         return jax.tree.map(lambda _: None, params)
 
     def _weights_for(self, precision: Precision):

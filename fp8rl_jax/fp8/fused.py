@@ -19,10 +19,12 @@ from fp8rl_jax.fp8.matmul import scaled_matmul_nt
 from fp8rl_jax.fp8.quantize import (
     ACTIVATION_BLOCK,
     BLOCK,
-    E4M3,
     WEIGHT_BLOCK,
+    both_types,
+    from_kernel,
     quantize,
     quantize_both,
+    row_types,
 )
 from fp8rl_jax.fp8.recipe import FP8_LINEAR, LinearPrecision
 from fp8rl_jax.fp8.scaled_array import ScaledArray
@@ -261,14 +263,6 @@ def _add_norm_both(residual, update, scale, eps):
     return total, *_both_scaled(both)
 
 
-def _row_types(shape):
-    return [(shape, E4M3), ((shape[0], -(-shape[1] // BLOCK)), jnp.float32)]
-
-
-def _both_types(shape):
-    return [*_row_types(shape), *_row_types(shape[::-1])]
-
-
 def _arrays(*quantised: ScaledArray) -> tuple[Array, ...]:
     return tuple(x for q in quantised for x in (q.codes, q.scales))
 
@@ -281,17 +275,15 @@ def _reference_both(x):
     return _arrays(*quantize_both(x, implementation="reference"))
 
 
-def _from_kernel(q, m):
-    """Codes and scales as `ScaledArray` holds them, of a kernel's `Quantized`."""
-    rows = () if q.codes is None else (q.codes, q.scales.T)
-    columns = () if q.codes_t is None else (q.codes_t[:, :m], q.scales_t.T)
-    return *rows, *columns
+def _form(columns):
+    """Types of the codes, and their reference, of rows alone or of rows and columns."""
+    if columns:
+        return both_types, _reference_both
+    return row_types, _reference_rows
 
 
 def _add_norm_function(name, columns):
-    types, quantise = (
-        (_both_types, _reference_both) if columns else (_row_types, _reference_rows)
-    )
+    types, quantise = _form(columns)
 
     def reference(residual, update, scale, *, eps):
         total, x = add_and_norm(residual, update, scale, eps)
@@ -301,7 +293,7 @@ def _add_norm_function(name, columns):
         out = hopper_norm_quantize.add_norm_quantize(
             residual, update, scale, eps=eps, columns=columns
         )
-        return out.residual, *_from_kernel(out.codes, residual.shape[0])
+        return out.residual, *from_kernel(out.codes)
 
     return PlatformFunction(
         name,
@@ -322,13 +314,11 @@ def _add_norm_backward_reference(dnormed, dtotal, total, scale, *, eps):
 
 
 def _silu_mul_function(name, columns):
-    types, quantise = (
-        (_both_types, _reference_both) if columns else (_row_types, _reference_rows)
-    )
+    types, quantise = _form(columns)
 
     def on_hopper(gate_up):
         q = hopper_silu_quantize.silu_mul_quantize(gate_up, columns=columns)
-        return _from_kernel(q, gate_up.shape[0])
+        return from_kernel(q)
 
     return PlatformFunction(
         name,
@@ -345,7 +335,7 @@ def _silu_mul_backward_reference(dy, gate_up):
 
 def _silu_mul_backward_on_hopper(dy, gate_up):
     q = hopper_silu_quantize.silu_mul_backward_quantize(dy, gate_up)
-    return _from_kernel(q, gate_up.shape[0])
+    return from_kernel(q)
 
 
 _add_norm_rows = _add_norm_function("add_norm_quantize_rows", columns=False)
@@ -360,7 +350,7 @@ _silu_mul_rows = _silu_mul_function("silu_mul_quantize_rows", columns=False)
 _silu_mul_both = _silu_mul_function("silu_mul_quantize", columns=True)
 _silu_mul_backward = PlatformFunction(
     "silu_mul_backward_quantize",
-    lambda _, shape: _both_types(shape),
+    lambda _, shape: both_types(shape),
     _silu_mul_backward_reference,
     {"mosaic": _silu_mul_backward_on_hopper},
 )

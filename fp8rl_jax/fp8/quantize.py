@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from fp8rl_jax.fp8.scaled_array import ScaledArray
 from fp8rl_jax.implementation import Implementation, PlatformFunction
 from fp8rl_jax.kernels import hopper_quantize
+from fp8rl_jax.kernels.hopper_quantize_tiles import Quantized
 from fp8rl_jax.numerics import by_platform, round_to
 
 E4M3 = jnp.float8_e4m3fn
@@ -183,8 +184,21 @@ def _num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _row_types(x):
-    return [(x, E4M3), ((x[0], _num_blocks(x[1])), jnp.float32)]
+def row_types(shape: tuple[int, int]) -> list[tuple[tuple[int, int], jnp.dtype]]:
+    """Shape and dtype of the codes and scales of [M, N] in 1x128 blocks."""
+    return [(shape, E4M3), ((shape[0], _num_blocks(shape[1])), jnp.float32)]
+
+
+def both_types(shape: tuple[int, int]) -> list[tuple[tuple[int, int], jnp.dtype]]:
+    """The same of [M, N] and of its transpose."""
+    return [*row_types(shape), *row_types(shape[::-1])]
+
+
+def from_kernel(q: Quantized) -> tuple[Array, ...]:
+    """A kernel's codes, and its scales laid out as `ScaledArray` has them."""
+    rows = () if q.codes is None else (q.codes, q.scales.T)
+    columns = () if q.codes_t is None else (q.codes_t, q.scales_t.T)
+    return *rows, *columns
 
 
 def _rows_reference(x):
@@ -203,8 +217,7 @@ def _both_reference(x):
 def _both_on_hopper(x):
     if x.dtype != jnp.bfloat16:  # the kernel transposes 16-bit values only
         return *_rows_on_hopper(x), *_rows_on_hopper(x.T)
-    codes, scales, codes_t, scales_t = hopper_quantize.quantize_both(x)
-    return codes, scales.T, codes_t[:, : x.shape[0]], scales_t.T
+    return from_kernel(hopper_quantize.quantize_both(x))
 
 
 def _weight_reference(w):
@@ -217,13 +230,10 @@ def _weight_on_hopper(w):
 
 
 _rows = PlatformFunction(
-    "quantize_rows", _row_types, _rows_reference, {"mosaic": _rows_on_hopper}
+    "quantize_rows", row_types, _rows_reference, {"mosaic": _rows_on_hopper}
 )
 _both = PlatformFunction(
-    "quantize_both",
-    lambda x: [*_row_types(x), *_row_types(x[::-1])],
-    _both_reference,
-    {"mosaic": _both_on_hopper},
+    "quantize_both", both_types, _both_reference, {"mosaic": _both_on_hopper}
 )
 _weight = PlatformFunction(
     "quantize_weight",

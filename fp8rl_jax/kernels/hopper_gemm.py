@@ -24,9 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float8e4m3fn, Int
 
 from fp8rl_jax.kernels import tuning
+from fp8rl_jax.kernels.hopper_quantize_tiles import BLOCK, E4M3, pad
 
-BLOCK = 128
-E4M3 = jnp.float8_e4m3fn
 _SLAB = 64  # rows of one wgmma instruction: what a compute warpgroup owns
 _ROW = 128  # bytes of a swizzled row of shared memory
 _Layout = plgpu.Layout
@@ -104,11 +103,11 @@ def scaled_gemm(
     by_row = b_block_rows == 1
     config = config or choose_config(m, n, a.shape[1], by_row)
     # The rows past the end of a partly filled tile cost more to clip than to read.
-    a, a_scales = _pad_rows(a, a_scales, _SLAB if m < _SLAB else 8)
+    rows = _SLAB if m < _SLAB else 8
+    a, a_scales = pad(a, (rows, 1)), pad(a_scales, (1, rows))
+    b = pad(b, (BLOCK, 1))
     if by_row:
-        b, b_scales = _pad_rows(b, b_scales, BLOCK)
-    else:
-        b = jnp.pad(b, ((0, -n % BLOCK), (0, 0))) if n % BLOCK else b
+        b_scales = pad(b_scales, (1, BLOCK))
     out = _launch(
         a,
         b,
@@ -191,14 +190,6 @@ def choose_config(m: int, n: int, k: int, b_by_row: bool) -> GemmConfig:
     if m <= 256:
         return GemmConfig(2, 64, 8, unroll=4, in_flight=2, cluster=1)
     return GemmConfig(2, 128, 5) if m <= 512 else GemmConfig()
-
-
-def _pad_rows(codes, scales, multiple):
-    """Pads codes [M, K] and scales [K/128, M] along M, whatever values they get."""
-    extra = -codes.shape[0] % multiple
-    if not extra:
-        return codes, scales
-    return jnp.pad(codes, ((0, extra), (0, 0))), jnp.pad(scales, ((0, 0), (0, extra)))
 
 
 def _check(a, b, a_scales, b_scales, b_block_rows):
