@@ -1,12 +1,14 @@
 """Speed of the block-scaled FP8 products, and the table of tuned configurations.
 
     python -m benchmarks.gemm            # the table of docs/benchmarks.md
+    python -m benchmarks.gemm --implementation=triton   # what other NVIDIA GPUs run
     python -m benchmarks.gemm --tune     # writes fp8rl_jax/kernels/hopper_gemm.json
 
 Times are of the kernels alone, median and [fastest, slowest]; weights rotate through
 more memory than the L2 cache holds, as they do in a model. Beside every product, in the
-same run: XLA's bf16 product of the same shape and, where PyTorch has it, cuBLASLt's FP8
-product with the same scaling (1x128 by 128x128).
+same run: XLA's bf16 product of the same shape, the codes dequantised to bf16 and then
+multiplied, and, where PyTorch has it, cuBLASLt's FP8 product with the same scaling
+(1x128 by 128x128).
 
 Hardware: one Hopper GPU with 40 GB free; two minutes, ten to tune.
 """
@@ -28,11 +30,14 @@ from jaxtyping import Array
 
 from benchmarks.device_time import device_time
 from fp8rl_jax.console import print_table
-from fp8rl_jax.kernels import hopper_gemm
+from fp8rl_jax.kernels import hopper_gemm, triton_gemm
 from fp8rl_jax.kernels.hopper_gemm import BLOCK, E4M3, GemmConfig, scaled_gemm
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES, Qwen3Config
 
 _TUNE = flags.DEFINE_bool("tune", False, "Measure configurations and write the table.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", "mosaic", ["mosaic", "triton"], "Kernel to measure."
+)
 _SIZES = flags.DEFINE_list("sizes", ["8b"], "Models whose shapes are tuned.")
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Timed calls.", lower_bound=1)
 
@@ -108,16 +113,41 @@ def kernel(product: Product, config: GemmConfig | None = None) -> Callable[..., 
     )
 
 
+def implementation(product: Product) -> Callable[..., Array]:
+    """The kernel that the command asks for."""
+    if _IMPLEMENTATION.value == "mosaic":
+        return kernel(product)
+    return functools.partial(
+        triton_gemm.scaled_gemm,
+        out_dtype=jnp.float32 if product.wgrad else jnp.bfloat16,
+        b_block_rows=1 if product.wgrad else BLOCK,
+    )
+
+
+def _dot(product, a, b):
+    out_dtype = jnp.float32 if product.wgrad else jnp.bfloat16
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
+
+
+def dequantize_then_dot(product: Product) -> Callable[..., Array]:
+    """XLA's product of the codes, dequantised to bfloat16 in the same program."""
+
+    def wide(codes, scales):
+        blocks = codes.astype(jnp.float32).reshape(codes.shape[0], -1, BLOCK)
+        return (blocks * scales[:, :, None]).reshape(codes.shape).astype(jnp.bfloat16)
+
+    def fn(a, b, a_scales, b_scales):
+        per_row = b_scales.T if product.wgrad else jnp.repeat(b_scales, BLOCK, axis=0)
+        return _dot(product, wide(a, a_scales.T), wide(b, per_row))
+
+    return fn
+
+
 def bf16_time(product: Product, sets: list[tuple[Array, ...]]) -> list[float]:
     """XLA's product of bfloat16 operands of the same shape, seconds."""
-    out_dtype = jnp.float32 if product.wgrad else jnp.bfloat16
-
-    def dot(a, b):
-        dims = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
-
     wide = [tuple(x.astype(jnp.bfloat16) for x in s[:2]) for s in sets]
-    return device_time(dot, wide, repeats=_REPEATS.value)
+    return device_time(functools.partial(_dot, product), wide, repeats=_REPEATS.value)
 
 
 def cublaslt_time(product: Product, num_weights: int) -> list[float] | None:
@@ -184,7 +214,8 @@ def report() -> None:
             us, *ends = (1e6 * f(times) for f in (statistics.median, min, max))
             return f"{us:.1f} [{ends[0]:.1f}, {ends[1]:.1f}] {flops / us / 1e6:.0f}"
 
-        ours = device_time(kernel(product), sets, repeats=_REPEATS.value)
+        ours = device_time(implementation(product), sets, repeats=_REPEATS.value)
+        wide = device_time(dequantize_then_dot(product), sets, repeats=_REPEATS.value)
         bf16 = bf16_time(product, sets)
         num_weights = len(sets)
         del sets
@@ -194,13 +225,15 @@ def report() -> None:
                 "product": product.name,
                 "FP8, us and TFLOP/s": show(ours),
                 "XLA bf16": show(bf16),
+                "dequantised": show(wide),
                 "cuBLASLt FP8": show(cublaslt_time(product, num_weights)),
                 "x bf16": f"{median(bf16) / median(ours):.2f}",
                 "weight TB/s": f"{product.n * product.k / median(ours) / 1e12:.2f}",
             }
         )
         print(rows[-1], flush=True)
-    print_table(rows, f"Block-scaled products, {jax.devices()[0].device_kind}")
+    title = f"Block-scaled products, {_IMPLEMENTATION.value}"
+    print_table(rows, f"{title}, {jax.devices()[0].device_kind}")
 
 
 def linear_shapes(config: Qwen3Config) -> list[tuple[int, int]]:

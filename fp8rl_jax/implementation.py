@@ -169,6 +169,8 @@ class PlatformFunction:
         def run(*args, implementation, maps, static):
             if on_cuda:
                 choice = resolve(implementation, self._implementations)
+                if any(0 in a.shape for a in args):  # a kernel needs a block of work
+                    choice = "reference"
             elif implementation in (None, "reference"):
                 choice = "reference"
             else:

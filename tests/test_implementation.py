@@ -81,6 +81,16 @@ def test_resolve(
     assert resolve(implementation, available) == expected
 
 
+def test_empty_arrays_are_left_to_the_reference():
+    text = lower(lambda a, b: outer(a, b, times=2.0), jnp.ones(0), jnp.ones(3))
+    assert_holds(text, "reference")
+    rows = quantize(jnp.ones((0, 256), jnp.bfloat16))
+    weight = quantize(jnp.ones((128, 256)), WEIGHT_BLOCK)
+    product = functools.partial(scaled_matmul_nt, out_dtype=jnp.float32)
+    assert jax.jit(product)(rows, weight).shape == (0, 128)
+    assert "mosaic_gpu" not in lower(product, rows, weight)
+
+
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])
 def test_mosaic_needs_a_hopper_gpu(capability, device):
     device(capability, True)

@@ -140,7 +140,8 @@ def _reference(a, b, a_scales, b_scales, *, block_rows, out_dtype):
     def by_block(codes, scales, rows):
         """Codes [K/128, rows, 128] and scales [K/128, rows]."""
         size = codes.shape[0]
-        codes = pad_to_multiple(codes, (BLOCK,)).reshape(size, -1, BLOCK)
+        codes = pad_to_multiple(codes, (BLOCK,))
+        codes = codes.reshape(size, codes.shape[1] // BLOCK, BLOCK)
         return codes.swapaxes(0, 1), _rows(scales, rows, size)
 
     def product(dtype, *blocks):

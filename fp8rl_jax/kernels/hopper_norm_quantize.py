@@ -208,7 +208,9 @@ def add_norm_backward(
         partial = _for_rows(residual.shape[0] // step, step, one, zeros)
         dscale[lax.axis_index("cta")] = partial
 
-    operands = [pad(x, (_ROWS, 1)) for x in (dnormed, dresidual, residual)]
+    operands = [pad(x, (_ROWS, 1)) for x in (dnormed, dresidual)]
+    # Ones: the inverse RMS of a padded row is finite even if eps is 0.
+    operands.append(pad(residual, (_ROWS, 1), 1))
     blocked = (operands[0].shape[0], k // BLOCK, BLOCK)
     num_ctas = _num_ctas(blocked[0], step, k, _BACKWARD_RESIDENCY)
     dtotal, dscale = plgpu.kernel(

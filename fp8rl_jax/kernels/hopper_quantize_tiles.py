@@ -220,12 +220,14 @@ def _tile_rows(m: int, k_tiles: int) -> int:
     return BLOCK
 
 
-def pad(x: Array, multiples: tuple[int, ...]) -> Array:
-    """Zero-pads axes up to multiples; ``x`` itself if none needs it."""
+def pad(x: Array, multiples: tuple[int, ...], value: float = 0) -> Array:
+    """Pads axes up to multiples with ``value``; ``x`` itself if none needs it."""
     widths = [
         (0, -n % multiple) for n, multiple in zip(x.shape, multiples, strict=True)
     ]
-    return jnp.pad(x, widths) if any(after for _, after in widths) else x
+    if not any(after for _, after in widths):
+        return x
+    return jnp.pad(x, widths, constant_values=value)
 
 
 def wide_rows(dtype: jnp.dtype) -> Any:

@@ -312,6 +312,41 @@ def test_same_bits_under_transforms():
             assert jnp.array_equal(out, same), name
 
 
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+def test_rows_are_spread_over_devices_by_shard_map():
+    a = random_operand(2 * 512, 1024, ACTIVATION_BLOCK)
+    b = random_operand(768, 1024, WEIGHT_BLOCK)
+    expected = multiply(a, b, F32)
+    mesh = jax.make_mesh(
+        (2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,)
+    )
+    rows, everywhere = PartitionSpec("data"), PartitionSpec()
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(rows, everywhere), out_specs=rows
+    )
+    def product(a, b):
+        return mosaic(a, b, F32)
+
+    out = product(a, b)
+    assert len({shard.device for shard in out.addressable_shards}) == 2
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(rows, rows), out_specs=everywhere
+    )
+    def summed_wgrad(dy, x):
+        parts = [quantize_both(part)[1] for part in (dy, x)]
+        return jax.lax.psum(mosaic(*parts, F32), "data")
+
+    dy, x = normal((1024, 384), 21, BF16), normal((1024, 256), 22, BF16)
+    parts = [[quantize_both(z[i : i + 512])[1] for z in (dy, x)] for i in (0, 512)]
+    expected = sum(wide(multiply(*p, F32)) for p in parts)
+    np.testing.assert_allclose(summed_wgrad(dy, x), expected, rtol=1e-6, atol=1e-4)
+
+
 def layer_operands():
     """x [M, K], dy [M, N] in bfloat16 and w [N, K] in float32, ragged."""
     m, n, k = 200, 136, 328
