@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from fp8rl_jax import numerics
-from fp8rl_jax.attention import KVCache, attention, cached_attention, write_kv
+from fp8rl_jax.attention import KVCache, attention, cached_attention
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.logprobs import VOCAB_CHUNK, token_log_probs
 from fp8rl_jax.models.qwen3.config import Qwen3Config
@@ -158,17 +158,11 @@ def _layer(
         nonlocal cache
         v = v.reshape(k.shape)
         if cache is None:
-            segments = jnp.ones_like(positions)
-            out = attention(q, k, v, positions, segments, precision)
+            out = attention(q, k, v, positions, None, precision)
         else:
-            cache = KVCache(
-                write_kv(cache.k, layer, k, positions),
-                write_kv(cache.v, layer, v, positions),
-            )
-            here = jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), cache
-            )
-            out = cached_attention(q, here.k, here.v, positions, precision)
+            where = cache.place(positions)
+            cache = cache.store(layer, k, v, where)
+            out = cached_attention(q, cache, layer, where, precision)
         return out.reshape(*out.shape[:2], -1)
 
     def silu_product(gate, up):

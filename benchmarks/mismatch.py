@@ -26,7 +26,7 @@ from absl import app, flags
 from jaxtyping import Array, Float, PyTree
 
 from benchmarks.layer_trace import HEAD_OPS, LAYER_OPS, Values, trace
-from fp8rl_jax.attention import KVCache, cache_length, write_kv
+from fp8rl_jax.attention import KVCache, page_size
 from fp8rl_jax.console import print_table
 from fp8rl_jax.data.batching import (
     TokenBatch,
@@ -219,31 +219,48 @@ def _difference(a: Array, b: Array) -> tuple[Array, Array]:
     return jnp.mean(a != b, axes, dtype=jnp.float32), jnp.max(gap, axes)
 
 
+def _empty_cache(
+    config: Qwen3Config, precision: Precision, batch: int, num_slots: int
+) -> KVCache:
+    """Rows that each have pages of their own, one after the other."""
+    page = page_size(num_slots, config.head_dim)
+    pages = -(-num_slots // page)
+    table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+    return KVCache.create(
+        config.num_layers,
+        batch * pages,
+        config.num_kv_heads,
+        page,
+        config.head_dim,
+        table,
+        precision,
+        jnp.dtype(config.dtype),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "precision", "num_slots"))
 def _filled_cache(
     config: Qwen3Config, precision: Precision, layers: Values, num_slots: int
 ) -> KVCache:
     """A cache that holds the keys and values of a trace."""
     k = layers["k_norm_rope"]
     v = layers["v"].reshape(k.shape)
-    num_layers, batch, length, num_kv_heads, head_dim = k.shape
-    cache = KVCache.create(
-        num_layers,
-        batch,
-        num_kv_heads,
-        num_slots,
-        head_dim,
-        precision,
-        jnp.dtype(config.dtype),
-    )
+    num_layers, batch, length = k.shape[:3]
+    cache = _empty_cache(config, precision, batch, num_slots)
     positions = jnp.broadcast_to(
         jnp.arange(length, dtype=jnp.int32)[None], (batch, length)
     )
+    where = cache.place(positions)
     for layer in range(num_layers):
-        cache = KVCache(
-            write_kv(cache.k, layer, k[layer], positions),
-            write_kv(cache.v, layer, v[layer], positions),
-        )
+        cache = cache.store(jnp.int32(layer), k[layer], v[layer], where)
     return cache
+
+
+def _padded(x: Array, multiple: int) -> Array:
+    """[B, T, ...] with T padded by zeros."""
+    widths = [(0, 0)] * x.ndim
+    widths[1] = (0, -x.shape[1] % multiple)
+    return jnp.pad(x, widths)
 
 
 def op_table(
@@ -265,7 +282,7 @@ def op_table(
         s.recipe.rollout,
         s.learner.rollout_weights(params, codes),
     )
-    tokens, targets, positions, _ = (jnp.asarray(x) for x in s.batch)
+    tokens, targets, positions = (jnp.asarray(x) for x in s.batch[:3])
     trained, _ = evaluate(
         config,
         s.recipe.train,
@@ -285,8 +302,8 @@ def op_table(
 
     num_samples = len(s.mask) // len(s.prompts)
     prompt_length = len(s.prompts[0])
-    prompt_slots = cache_length(prompt_length)
-    num_slots = cache_length(prompt_slots + s.rollouts.tokens.shape[1])
+    num_slots = prompt_length + s.rollouts.tokens.shape[1]
+    page = page_size(num_slots, config.head_dim)
     gaps = {
         name: {op: [] for op in (*LAYER_OPS, *HEAD_OPS)}
         for name in ("prefill", "prefill, own", "decode", "decode, own")
@@ -302,28 +319,30 @@ def op_table(
                     a, b = a[None], b[None]
                 gaps[name][op].append(jax.device_get(_difference(a, b)))
 
-    def prefill(recorded, cache, stop):
-        inputs = (x[::num_samples, :stop] for x in (tokens, targets, positions))
-        return sampler(*inputs, cache, recorded=recorded)
-
-    def create(batch):
-        return KVCache.create(
-            num_layers,
-            batch,
-            config.num_kv_heads,
-            num_slots,
-            config.head_dim,
-            s.recipe.rollout,
-            jnp.dtype(config.dtype),
-        )
+    def prefill(every, recorded=None):
+        """Of the prompt, padded as the engine pads it."""
+        inputs = [_padded(x[::every, :prompt_length], page) for x in (tokens, targets)]
+        at = jnp.arange(inputs[0].shape[1], dtype=jnp.int32)[None]
+        at = jnp.broadcast_to(at, inputs[0].shape)
+        if recorded is not None:
+            layers, head = recorded
+            layers = {
+                name: jax.vmap(functools.partial(_padded, multiple=page))(x)
+                for name, x in layers.items()
+            }
+            head = {name: _padded(x, page) for name, x in head.items()}
+            recorded = layers, head
+        cache = _empty_cache(config, s.recipe.rollout, len(at), num_slots)
+        (layers, head), cache = sampler(*inputs, at, cache, recorded=recorded)
+        layers = {name: x[:, :, :prompt_length] for name, x in layers.items()}
+        head = {name: x[:, :prompt_length] for name, x in head.items()}
+        return (layers, head), cache
 
     # The prompt alone, one row for its samples, as the sampler prefills it.
     expected = known(0, prompt_length, num_samples)
-    values, cache = prefill(None, create(len(s.prompts)), prompt_length)
-    compare("prefill", values, expected)
-    values, _ = prefill(expected, create(len(s.prompts)), prompt_length)
-    compare("prefill, own", values, expected)
-    cache = cache.repeat_rows(num_samples)
+    compare("prefill", prefill(num_samples)[0], expected)
+    compare("prefill, own", prefill(num_samples, expected)[0], expected)
+    _, cache = prefill(1)
     trained_cache = _filled_cache(config, s.recipe.rollout, trained[0], num_slots)
     for t in range(prompt_length, prompt_length + num_steps):
         inputs = [x[:, t : t + 1] for x in (tokens, targets, positions)]

@@ -74,6 +74,16 @@ def _varying(aval: Any) -> frozenset[str]:
     return aval.manual_axis_type.varying
 
 
+def _unmap(shapes: list[tuple[int, ...]], maps: tuple) -> tuple[list, list[int]]:
+    """Shapes without the axes of `jax.vmap`, and the sizes of those, outer to inner."""
+    sizes = []
+    for axes in reversed(maps):
+        mapped = [axis is not None for axis in axes]
+        sizes.append(shapes[mapped.index(True)][0])
+        shapes = [s[m:] for s, m in zip(shapes, mapped, strict=True)]
+    return shapes, sizes
+
+
 class PlatformFunction:
     """An operation on arrays with a reference and kernels for NVIDIA GPUs.
 
@@ -87,6 +97,9 @@ class PlatformFunction:
       reference: ``reference(*arrays, **static)`` in plain JAX, for every platform;
         returns a tuple of arrays.
       kernels: by implementation, functions of the same signature for ``cuda``.
+      no_kernel: ``no_kernel(*shapes, **static)`` says why no kernel takes these
+        operands, or returns None. The reference runs in its place, unless a kernel was
+        asked for, which is an error.
     """
 
     def __init__(
@@ -95,9 +108,11 @@ class PlatformFunction:
         out_types: Callable[..., Sequence[tuple[tuple[int, ...], Any]]],
         reference: Callable[..., tuple[jax.Array, ...]],
         kernels: Mapping[str, Callable[..., tuple[jax.Array, ...]]],
+        no_kernel: Callable[..., str | None] = lambda *_, **__: None,
     ):
         self._implementations = {"reference": reference, **kernels}
         self._out_types = out_types
+        self._no_kernel = no_kernel
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_impl(
@@ -135,11 +150,7 @@ class PlatformFunction:
         del implementation
         mat = avals[0].manual_axis_type
         mat = mat.update(varying=frozenset().union(*map(_varying, avals)))
-        shapes, sizes = [a.shape for a in avals], []
-        for axes in reversed(maps):
-            mapped = [axis is not None for axis in axes]
-            sizes.append(shapes[mapped.index(True)][0])
-            shapes = [s[m:] for s, m in zip(shapes, mapped, strict=True)]
+        shapes, sizes = _unmap([a.shape for a in avals], maps)
 
         def aval(shape, dtype):
             spec = PartitionSpec(*[None] * len(shape))
@@ -165,12 +176,26 @@ class PlatformFunction:
         )
         return outs, [0] * len(outs)
 
+    def _choose(self, implementation, args, maps, static):
+        """What a program lowered for ``cuda`` uses for these operands."""
+        choice = resolve(implementation, self._implementations)
+        if any(0 in a.shape for a in args):  # a kernel needs a block of work
+            return "reference"
+        shapes, _ = _unmap([a.shape for a in args], maps)
+        reason = self._no_kernel(*shapes, **dict(static))
+        if reason is None:
+            return choice
+        if implementation not in (None, "reference"):
+            raise ValueError(
+                f"implementation={implementation!r} cannot run here. {reason} Leave "
+                "implementation unset."
+            )
+        return "reference"
+
     def _lowering(self, on_cuda: bool):
         def run(*args, implementation, maps, static):
             if on_cuda:
-                choice = resolve(implementation, self._implementations)
-                if any(0 in a.shape for a in args):  # a kernel needs a block of work
-                    choice = "reference"
+                choice = self._choose(implementation, args, maps, static)
             elif implementation in (None, "reference"):
                 choice = "reference"
             else:

@@ -1,6 +1,15 @@
-"""Attention over quantised keys and values, and the cache that holds them."""
+"""Attention over quantised keys and values, and the paged cache that holds them."""
 
 from fp8rl_jax.attention.attention import attention, cached_attention
-from fp8rl_jax.attention.kv_cache import KVCache, cache_length, write_kv
+from fp8rl_jax.attention.kv_cache import KVCache, Placement, page_size
+from fp8rl_jax.attention.pages import OutOfPages, PagePool
 
-__all__ = ["KVCache", "attention", "cache_length", "cached_attention", "write_kv"]
+__all__ = [
+    "KVCache",
+    "OutOfPages",
+    "PagePool",
+    "Placement",
+    "attention",
+    "cached_attention",
+    "page_size",
+]

@@ -1,104 +1,171 @@
-"""The sampler's key-value cache, bfloat16 or FP8."""
+"""The sampler's key-value cache: pages of bfloat16 or FP8 that sequences share."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float8e4m3fn, Int
 
-from fp8rl_jax.fp8 import BLOCK, Precision, ScaledArray, quantize
+from fp8rl_jax.attention.dispatch import store
+from fp8rl_jax.attention.layout import GROUP
+from fp8rl_jax.fp8 import BLOCK, Precision
+from fp8rl_jax.implementation import Implementation
 
-Entries = Float[Array, "..."] | ScaledArray
-# Below one block, cache lengths are rounded to this many slots.
-_SMALL_ROUND = 8
 
+def page_size(num_tokens: int, head_dim: int) -> int:
+    """Positions of a page: 128, the block of attention.
 
-def quantize_kv(x: Float[Array, "B K S H"]) -> ScaledArray:
-    """Quantises keys or values with one power-of-two scale per token and head.
-
-    A power of two makes the dequantised value exact in bfloat16. There is nothing to
-    calibrate, and a token's codes depend on that token alone.
+    A model that no kernel serves anyway (head_dim is not 128) gets one smaller page a
+    sequence if all of its ``num_tokens`` fit.
     """
-    return quantize(x, (1, x.shape[-1]), power_of_two=True)
+    if head_dim == BLOCK or num_tokens > BLOCK:
+        return BLOCK
+    return -(-num_tokens // GROUP) * GROUP
 
 
-def cache_length(num_tokens: int) -> int:
-    """Slots for sequences of up to ``num_tokens``: whole blocks of 128 positions."""
-    multiple = BLOCK if num_tokens > BLOCK else _SMALL_ROUND
-    return -(-num_tokens // multiple) * multiple
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the tokens of a step go and how far they see; the same in every layer.
+
+    Attributes:
+      positions: int32 [B, T], within the sequence. Either one token a row (-1: the row
+        is idle), or consecutive positions from a multiple of the page size on.
+      pages: int32 [B, T], the page of each; -1 if the row has none there.
+      slots: int32 [B, T], the slot within it.
+      order: int32 [B], rows by descending position of their last token: those with most
+        work first.
+    """
+
+    positions: Int[Array, "B T"]
+    pages: Int[Array, "B T"]
+    slots: Int[Array, "B T"]
+    order: Int[Array, "B"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all layers; slot s of a row holds position s.
+    """Keys and values of all layers in pages, and each row's table of pages.
+
+    Position p of a sequence is slot p % page of the page that entry p // page of its
+    row names. Rows may share pages (see `attention.pages`).
 
     Attributes:
-      k: [L, B, K, S, H], an array or a ScaledArray with scales [L, B, K, S, 1].
-      v: likewise.
+      k: [L, P, K, page, H], bfloat16, or e4m3 codes.
+      v: bfloat16 [L, P, K, page, H], or e4m3 codes [L, P, K, H, page], laid out as
+        `attention.layout` says.
+      k_scales: float32 [L, P, K, page], powers of two; None for bfloat16.
+      v_scales: likewise.
+      page_table: int32 [B, pages of a row]; -1 where a row has no page.
     """
 
-    k: Entries
-    v: Entries
+    k: Float[Array, "L P K page H"] | Float8e4m3fn[Array, "L P K page H"]
+    v: Float[Array, "L P K page H"] | Float8e4m3fn[Array, "L P K H page"]
+    k_scales: Float[Array, "L P K page"] | None
+    v_scales: Float[Array, "L P K page"] | None
+    page_table: Int[Array, "B pages"]
 
     @classmethod
     def create(
         cls,
         num_layers: int,
-        batch: int,
+        num_pages: int,
         num_kv_heads: int,
-        num_slots: int,
+        page: int,
         head_dim: int,
+        page_table: Int[Array, "B pages"],
         precision: Precision,
         dtype: jnp.dtype = jnp.bfloat16,
     ) -> "KVCache":
-        """An empty cache of the layout that ``precision`` asks for."""
-        shape = (num_layers, batch, num_kv_heads, num_slots, head_dim)
+        """Empty pages of the format that ``precision`` asks for.
 
-        def empty() -> Entries:
-            if not precision.kv_cache:
-                return jnp.zeros(shape, dtype)
-            return ScaledArray(
-                jnp.zeros(shape, jnp.float8_e4m3fn),
-                jnp.ones((*shape[:-1], 1), jnp.float32),
-                (1, head_dim),
-            )
+        Raises:
+          ValueError: ``page`` is not a multiple of 16.
+        """
+        if page % GROUP or page <= 0:
+            raise ValueError(f"A page holds a multiple of {GROUP} tokens, got {page}.")
+        shape = num_layers, num_pages, num_kv_heads, page, head_dim
+        if not precision.kv_cache:
+            k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+            return cls(k, v, None, None, page_table)
+        transposed = *shape[:3], head_dim, page
+        k, v = (jnp.zeros(s, jnp.float8_e4m3fn) for s in (shape, transposed))
+        ones = [jnp.ones(shape[:-1], jnp.float32) for _ in range(2)]
+        return cls(k, v, *ones, page_table)
 
-        return cls(empty(), empty())
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self.k.shape[3]
 
-    def repeat_rows(self, count: int) -> "KVCache":
-        """Every row ``count`` times in place: the G samples share one prefill."""
-        return jax.tree.map(lambda x: jnp.repeat(x, count, axis=1), self)
+    def arrays(self) -> tuple[Array, ...]:
+        """Keys and values, then their scales if there are any."""
+        scales = () if self.k_scales is None else (self.k_scales, self.v_scales)
+        return self.k, self.v, *scales
 
+    def _with_arrays(self, k, v, k_scales=None, v_scales=None) -> "KVCache":
+        return KVCache(k, v, k_scales, v_scales, self.page_table)
 
-def write_kv(
-    entries: Entries,
-    layer: Int[Array, ""],
-    new: Float[Array, "B T K H"],
-    positions: Int[Array, "B T"],
-) -> Entries:
-    """Stores one layer's new keys or values at their positions, in place under jit.
+    def with_table(self, page_table: Int[Array, "B pages"]) -> "KVCache":
+        """The same pages for other rows."""
+        return dataclasses.replace(self, page_table=page_table)
 
-    Each is quantised once, here, if the cache is FP8. Positions outside the cache are
-    dropped.
+    def place(self, positions: Int[Array, "B T"]) -> Placement:
+        """Where tokens at these positions go; see :class:`Placement`."""
+        size, num_entries = self.page_size, self.page_table.shape[1]
+        inside = (positions >= 0) & (positions < num_entries * size)
+        entry = jnp.where(inside, positions // size, 0)
+        pages = jnp.take_along_axis(self.page_table, entry, axis=1)
+        order = jnp.argsort(-positions[:, -1]).astype(jnp.int32)
+        return Placement(
+            positions, jnp.where(inside, pages, -1), positions % size, order
+        )
 
-    Args:
-      entries: all layers, [L, B, K, S, H].
-      layer: the layer to write.
-      new: [B, T, K, H].
-      positions: slot of each new token.
+    def store(
+        self,
+        layer: Int[Array, ""],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        tokens: Placement,
+        *,
+        implementation: Implementation | None = None,
+    ) -> "KVCache":
+        """Stores one layer's keys and values of new tokens, in place under jit.
 
-    Returns:
-      The updated entries.
-    """
-    rows = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
+        Each is quantised once, here, if the cache is FP8. Tokens without a page are
+        dropped. Of several tokens a row, whole pages are written.
 
-    def scatter(old, x):
-        return old.at[layer, rows, :, positions].set(x, mode="drop")
+        Args:
+          layer: the layer to write.
+          k: [B, T, K, H].
+          v: [B, T, K, H].
+          tokens: where they go.
+          implementation: "mosaic" (Hopper GPUs) or "reference"; None takes the best
+            that runs where the program is lowered for.
+        """
+        arrays = store(
+            k,
+            v,
+            tokens.pages,
+            tokens.slots,
+            layer,
+            *self.arrays(),
+            dtype=k.dtype,
+            implementation=implementation,
+        )
+        return self._with_arrays(*arrays)
 
-    if not isinstance(entries, ScaledArray):
-        return scatter(entries, new)
-    q = quantize_kv(new)
-    return ScaledArray(
-        scatter(entries.codes, q.codes), scatter(entries.scales, q.scales), q.block
-    )
+    def copy_pages(self, source: Int[Array, "C"], target: Int[Array, "C"]) -> "KVCache":
+        """Copies pages of all layers, in place under jit.
+
+        Args:
+          source: pages to copy.
+          target: where to; -1 drops the copy.
+        """
+        target = jnp.where(target < 0, self.k.shape[1], target)
+
+        def copy(x):
+            return x.at[:, target].set(x[:, source], mode="drop")
+
+        return self._with_arrays(*map(copy, self.arrays()))

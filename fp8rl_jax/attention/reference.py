@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax import numerics
-from fp8rl_jax.fp8.quantize import BLOCK, pad_to_multiple, quantize
+from fp8rl_jax.fp8.quantize import BLOCK, E4M3, pad_to_multiple, round_e4m3
 from fp8rl_jax.fp8.scaled_array import ScaledArray
 from fp8rl_jax.numerics import by_platform, round_to
 
@@ -24,6 +24,8 @@ _PV = (((3,), (2,)), ((0, 1), (0, 1)))
 _TN = (((2,), (2,)), ((0, 1), (0, 1)))
 _PADDING_POSITION = jnp.iinfo(jnp.int32).max
 _MAX_UNROLL = 2
+# The code of a probability of 1 whose value has the largest scale of the block.
+_ONE = 2.0**8
 
 
 def _parts(x: Array | ScaledArray, dtype) -> tuple[Array, Array | None]:
@@ -93,12 +95,14 @@ def attention_forward(
 ) -> tuple[Float[Array, "B K GT H"], Float[Array, "B K GT"]]:
     """Causal attention within segments, blocks of keys ascending.
 
-    With ScaledArray operands both products run on FP8 codes: probabilities times value
-    scales are quantised per query row and block with a power-of-two scale, so small
-    probabilities survive and masked keys never influence a scale.
+    With ScaledArray operands both products run on FP8 codes. A probability, relative to
+    the running maximum, is multiplied by its value's scale over the largest that the
+    query sees in the block, and by 2^8, before it becomes a code: codes hold 2^-17 to
+    1, and masked keys never influence a scale.
 
     Args:
-      q: query rows of a KV head, G query heads by T positions; per-row scales if FP8.
+      q: query rows of a KV head, G query heads by T positions; if FP8, one scale a
+        row, a power of two like the others.
       k: keys after QK-norm and RoPE; one scale per token and head if FP8.
       v: values, likewise.
       q_positions: position of each query in its sequence.
@@ -122,12 +126,8 @@ def attention_forward(
             _parts(x, dtype) for x in (q, k, v)
         )
 
-        def scores(block):
-            s = numerics.dot(dtype, q, _slice(k, block, size, 2), _QK)
-            s = s * head_dim**-0.5
-            if fp8:
-                s = s * (q_scales * _slice(k_scales, block, size, 2).mT)
-            visible = _visible(
+        def visible_keys(block):
+            return _visible(
                 q_positions,
                 q_segments,
                 kv_positions,
@@ -136,27 +136,36 @@ def attention_forward(
                 block,
                 size,
             )
-            return jnp.where(visible, s, -jnp.inf)
 
-        def weighted_values(p, block):
+        def scores(block, visible):
+            s = numerics.dot(dtype, q, _slice(k, block, size, 2), _QK)
+            if fp8:
+                s = s * (q_scales * _slice(k_scales, block, size, 2).mT)
+            return jnp.where(visible, s * head_dim**-0.5, -jnp.inf)
+
+        def weighted_values(p, block, visible):
             values = _slice(v, block, size, 2)
             if not fp8:
-                p = round_to(p, values.dtype)
-                return numerics.dot(dtype, p, values, _PV)
-            p = round_to(p * _slice(v_scales, block, size, 2).mT, jnp.float32)
-            p = quantize(p, (1, size), power_of_two=True)
-            return numerics.dot(dtype, p.codes, values, _PV) * p.scales.astype(dtype)
+                return numerics.dot(dtype, round_to(p, values.dtype), values, _PV)
+            scales = jnp.where(visible, _slice(v_scales, block, size, 2).mT, 0.0)
+            largest = jnp.max(scales, -1, keepdims=True)
+            largest = jnp.where(largest == 0.0, 1.0, largest)
+            p = round_to(p * (scales * (_ONE / largest)), jnp.float32)
+            codes = round_e4m3(p).astype(E4M3)
+            return numerics.dot(dtype, codes, values, _PV) * (largest / _ONE)
 
         def step(carry, block):
             maximum, total, accumulator = carry
-            s = scores(block)
+            visible = visible_keys(block)
+            s = scores(block, visible)
             new_maximum = jnp.maximum(maximum, jnp.max(s, -1))
             # A row that has seen no key yet keeps -inf; exp(-inf - 0) is 0.
             safe = jnp.where(jnp.isneginf(new_maximum), 0.0, new_maximum)
             p = jnp.exp(s - safe[..., None])
             decay = jnp.exp(maximum - safe)
             total = total * decay + jnp.sum(p, -1)
-            accumulator = accumulator * decay[..., None] + weighted_values(p, block)
+            accumulator = accumulator * decay[..., None]
+            accumulator += weighted_values(p, block, visible)
             return (new_maximum, total, accumulator), None
 
         # Zeros derived from q vary over the same mesh axes as q inside shard_map.
@@ -181,18 +190,18 @@ def attention_backward(
     d_out: Float[Array, "B K GT H"],
     out: Float[Array, "B K GT H"],
     lse: Float[Array, "B K GT"],
-    q: Float[Array, "B K GT H"] | ScaledArray,
-    k: Float[Array, "B K S H"] | ScaledArray,
-    v: Float[Array, "B K S H"] | ScaledArray,
+    q: Float[Array, "B K GT H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
     q_positions: Int[Array, "B T"],
     q_segments: Int[Array, "B T"],
     kv_positions: Int[Array, "B S"],
     kv_segments: Int[Array, "B S"],
 ) -> tuple[Array, Array, Array]:
-    """Gradients of :func:`attention_forward`, straight-through for quantisation.
+    """Gradients of :func:`attention_forward` by the values that its operands stand for.
 
-    Probabilities are recomputed unquantised from the log-sum-exp over the quantised
-    queries and keys, D = rowsum(dO * O). Operands of the products are rounded to
+    Straight-through for the quantisation of probabilities: they are recomputed from the
+    log-sum-exp, D = rowsum(dO * O). Operands of the products are rounded to
     ``d_out.dtype``.
 
     Returns:
@@ -218,14 +227,6 @@ def attention_backward(
         kv_positions,
         kv_segments,
     ):
-        def values(x):
-            """Dequantised operand; exact in bfloat16 where scales are powers of two."""
-            codes, scales = _parts(x, dtype)
-            if scales is None:
-                return codes
-            return round_to(codes.astype(dtype) * scales, dtype_out)
-
-        q, k, v = values(q), values(k), values(v)
         delta = jnp.sum(d_out.astype(dtype) * out.astype(dtype), -1, keepdims=True)
 
         def step(dq, block):

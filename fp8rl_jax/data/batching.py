@@ -18,13 +18,14 @@ class TokenBatch(NamedTuple):
       tokens: int32 [..., T], inputs.
       targets: int32 [..., T], the token after each input.
       positions: int32 [..., T], within the sequence.
-      segments: int32 [..., T], the sequence's id within its row; 0 marks padding.
+      segments: int32 [..., T], the sequence's id within its row; 0 marks padding. None
+        if every row is one sequence, perhaps with padding after it.
     """
 
     tokens: Int[Array, "... T"]
     targets: Int[Array, "... T"]
     positions: Int[Array, "... T"]
-    segments: Int[Array, "... T"]
+    segments: Int[Array, "... T"] | None = None
 
 
 def bucket_length(length: int) -> int:
@@ -57,16 +58,15 @@ def token_rows(
     """
     lengths = [len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True)]
     shape = (len(lengths), bucket_length(max(lengths)))
-    tokens, targets, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    tokens, targets = (np.zeros(shape, np.int32) for _ in range(2))
     mask = np.zeros(shape, bool)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         row = [*prompt, *completion]
         tokens[i, : lengths[i]] = row[:-1]
         targets[i, : lengths[i]] = row[1:]
-        segments[i, : lengths[i]] = 1
         mask[i, len(prompt) - 1 : lengths[i]] = True
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    return TokenBatch(tokens, targets, np.array(positions), segments), mask
+    return TokenBatch(tokens, targets, np.array(positions)), mask
 
 
 def place_on_targets(

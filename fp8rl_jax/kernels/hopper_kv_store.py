@@ -60,12 +60,14 @@ def store_kv(
 ) -> None:
     """Stores each token in a slot of its own: a decode step.
 
+    Every byte of an FP8 value goes to another 128-byte line, straight from a register.
+
     Args:
       refs: the pool, see the module; written in place.
       k: new keys after RoPE.
       v: new values.
       pages: int32 page of each token; negative for none, the token is dropped.
-      slots: int32 slot in that page, 0..127.
+      slots: int32 slot in that page, 0..127. No two tokens may share one.
       layer: int32 scalar.
       interpret: parameters of Pallas' GPU interpret mode, which runs the kernel on CPU.
 
@@ -83,7 +85,7 @@ def store_kv(
         group = pl.ds(lax.axis_index("heads") * heads, heads)
         page, slot, layer_index = pages[token], slots[token], layer[0]
 
-        # All of this while those are on their way.
+        # While those are on their way:
         new = [
             plgpu.load(ref.at[token, group], layout=layout, optimized=False)
             for ref, layout in zip((k, v), layouts, strict=True)
@@ -92,7 +94,9 @@ def store_kv(
             scales = [_scales(_amax(x)) for x in new]
             new = [_codes(x, s, 0) for x, s in zip(new, scales, strict=True)]
 
-        @pl.when(page >= 0)
+        # The sign is the page's. Were the other two not in the condition, they would be
+        # fetched after it: twice the latency.
+        @pl.when((page | slot | layer_index) >= 0)
         def _store():
             outs = [ref.at[layer_index, page, group] for ref in refs]
             outs[0].at[:, slot][...] = new[0]
@@ -127,7 +131,8 @@ def store_kv_pages(
       refs: the pool, see the module; written in place.
       k: new keys after RoPE, T a multiple of 128.
       v: new values.
-      pages: int32 page of each run; negative for none, the run is dropped.
+      pages: int32 page of each run; negative for none, the run is dropped. No two runs
+        may share one.
       layer: int32 scalar.
       interpret: see :func:`store_kv`.
 
@@ -206,7 +211,7 @@ def _launch_pages(k, v, into, interpret):
                     x = plgpu.load(tiles.at[i].T, layout=WGMMA)
                     scales = plgpu.load(scales_s.at[i], layout=WGMMA.reduce(0))
                     codes = _in_groups(_codes(x, scales, 1), interpret)
-                # Where the tile was, which is in registers by now.
+                # Where the tile was: all of it is in registers.
                 codes_s.at[i, 0][...] = codes
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(codes_s.at[i, 0], outs[i])

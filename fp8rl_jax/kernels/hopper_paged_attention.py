@@ -1,9 +1,9 @@
 """Causal attention over pages of keys and values for Hopper: prefill and training.
 
 A query block of 128 positions attends to the pages of its sequence up to its own. One
-persistent, warp-specialised kernel: a producer warpgroup fills rings of K and V pages in
-shared memory by TMA, every other warpgroup owns 64 query rows of one head. Scores stay
-in registers: their accumulator, cast, is the A operand of the second product.
+persistent, warp-specialised kernel: a producer warpgroup fills rings of K and V pages
+in shared memory by TMA, every other warpgroup owns 64 query rows of one head. Scores
+stay in registers: their accumulator, cast, is the A operand of the second product.
 
 Every float32 operation on a row is fixed: pages in ascending order, a fresh accumulator
 for both products of a page, an explicit tree for the sum of the probabilities, explicit
@@ -29,13 +29,16 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float, Int
 
 E4M3 = jnp.float8_e4m3fn
 PAGE = 128  # key positions of a page, query positions of a block
 HEAD_DIM = 128
+_ROW = 128  # bytes of a swizzled row of shared memory
 _SLAB = 64  # rows of one wgmma instruction: what a compute warpgroup owns
 _LANES = 8  # partial sums of a row: columns of a tile of the accumulator
+_PART = 32  # columns whose scales are in registers at a time
 _LOG2E = math.log2(math.e)
 _SCALE = np.float32(HEAD_DIM**-0.5 * _LOG2E)
 # Registers a thread, by number of compute warpgroups, out of 65,536 a multiprocessor.
@@ -71,7 +74,9 @@ class PagedAttentionConfig:
 
 def default_config(dtype: jnp.dtype) -> PagedAttentionConfig:
     """The configuration for queries, keys and values of this dtype."""
-    return PagedAttentionConfig(stages=4 if dtype == E4M3 else 2)
+    if dtype == E4M3:
+        return PagedAttentionConfig()
+    return PagedAttentionConfig(stages=2, overlap=False)
 
 
 def paged_attention(
@@ -87,7 +92,6 @@ def paged_attention(
     q_scales: Float[Array, "N Tq"] | None = None,
     k_scales: Float[Array, "L P K 128"] | None = None,
     v_scales: Float[Array, "L P K 128"] | None = None,
-    v_norms: Float[Array, "L P K 128"] | None = None,
     config: PagedAttentionConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "Tq N 128"], Float[Array, "N Tq"]]:
@@ -112,7 +116,6 @@ def paged_attention(
       q_scales: float32 powers of two, also for padding. Codes only, like those below.
       k_scales: float32 powers of two, in the order of the slots.
       v_scales: likewise.
-      v_norms: largest of ``v_scales`` over the slots of a page up to each one.
       config: how to cut the work; :func:`default_config` if None.
       interpret: parameters of Pallas' GPU interpret mode, which runs the kernel on CPU.
 
@@ -123,7 +126,7 @@ def paged_attention(
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
-    scales = {"k_scales": k_scales, "v_scales": v_scales, "v_norms": v_norms}
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
     _check(q, k, v, q_scales, scales, table_row, first_page, own_page)
 
     def flat(pool):
@@ -132,6 +135,9 @@ def paged_attention(
     pools = [flat(k), flat(v)]
     if q.dtype == E4M3:
         pools += [q_scales, *map(flat, scales.values())]
+        # By entry of the table: the largest scale of a page up to each slot.
+        of_table = jnp.asarray(v_scales)[layer][page_table]
+        pools += [flat(lax.cummax(of_table, axis=3))]
     schedule = (page_table, table_row, first_page, own_page)
     return _launch(
         q,
@@ -196,6 +202,29 @@ def _instruction(name: str, *args: Array, interpret: bool) -> Array:
     return apply(*args)
 
 
+def _tiles(x):
+    """The columns of a slab in tiles of the accumulator."""
+    return [x[:, j : j + _LANES] for j in range(0, PAGE, _LANES)]
+
+
+def _lane_sums(p: Float[Array, "64 128"], interpret: bool) -> Float[Array, "64 8"]:
+    """Sums over the columns that are equal modulo 8: a tree over bits 3, 4, 5 and 6."""
+
+    def tree(p):
+        parts = _tiles(p)
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [even + odd for even, odd in pairs]
+        return parts[0]
+
+    if interpret:
+        return tree(p)
+    # The same in one operation: dozens take the inference of layouts seconds.
+    struct = plgpu.ShapeDtypeStruct((_SLAB, _LANES), jnp.float32, layout=_WGMMA)
+    inline = plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=struct)
+    return inline(lambda _, p: tree(p))(p)
+
+
 @plgpu.inline_mgpu(
     arg_types=(_WGMMA,),
     return_type=plgpu.ShapeDtypeStruct(
@@ -222,6 +251,34 @@ def _to_operand(_, p):
     )
 
 
+def _zeros(columns: int) -> Float[Array, "64 columns"]:
+    """Zeros of their own for an accumulator.
+
+    LLVM would have all accumulators copy one register, and ptxas, which sees the copies
+    and no constant, would clear them instead of starting the product afresh.
+    """
+
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct((_SLAB, columns), jnp.float32, layout=_WGMMA)
+    )
+    def zeros(_):
+        f32 = ir.F32Type.get()
+        zero = mgpu.utils.c(0.0, f32)
+        splat = fa.FragmentedArray.splat(zero, (_SLAB, columns), fa.WGMMA_LAYOUT)
+        registers = np.empty_like(splat.registers)
+        for index, register in np.ndenumerate(splat.registers):
+            parts = [
+                llvm.inline_asm(f32, [], "mov.b32 $0, 0;", "=f", has_side_effects=True)
+                for _ in range(2)
+            ]
+            registers[index] = vector.from_elements(register.type, parts)
+        return fa.FragmentedArray(
+            _registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None
+        )
+
+    return zeros()
+
+
 def _permuted(p: Float[Array, "64 128"]) -> Float[Array, "64 128"]:
     """The columns that :func:`_to_operand` gives, in interpret mode."""
     groups = p.reshape(_SLAB, PAGE // 16, 2, 4, 2)
@@ -244,6 +301,8 @@ def _launch(q, *operands, config, interpret):
     num_tiles = num_blocks * num_kv_heads * splits
     num_ctas = min(_NUM_SMS, num_tiles) if c.persistent else num_tiles
     num_scales = 3 if codes else 0
+    # Columns of the result at a time: with fewer registers, half of them.
+    width = HEAD_DIM if c.warpgroups < 3 else HEAD_DIM // 2
 
     def body(*refs):
         refs = list(refs)
@@ -259,26 +318,31 @@ def _launch(q, *operands, config, interpret):
         q_full, k_full, v_full, k_empty, v_empty = take(5)
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
 
-        def for_each_tile(visit):
-            """visit(block, KV head, part of its slabs, number of pages, first step).
+        def place(index):
+            """Block, KV head and part of its slabs of a tile.
 
             Blocks with many pages, late in their sequences, come first. Every other
             round of tiles goes to the thread blocks in reverse, which evens out their
             numbers of pages.
             """
+            start = index - cta
+            reverse = jnp.minimum(num_tiles - start, num_ctas) - 1 - cta
+            odd = lax.rem(lax.div(start, num_ctas), 2) == 1
+            tile = start + jnp.where(odd, reverse, cta)
+            block = num_blocks - 1 - lax.div(tile, num_kv_heads * splits)
+            rest = lax.rem(tile, num_kv_heads * splits)
+            return block, lax.div(rest, splits), lax.rem(rest, splits)
+
+        def for_each_tile(visit):
+            """visit(index of the tile, its number of pages, steps before it)."""
 
             @plgpu.nd_loop((num_tiles,), collective_axes="cta", init_carry=jnp.int32(0))
             def step_count(loop_info, carry):
-                tile = loop_info.index[0]
-                start = tile - cta
-                reverse = jnp.minimum(num_tiles - start, num_ctas) - 1 - cta
-                odd = lax.rem(lax.div(start, num_ctas), 2) == 1
-                tile = start + jnp.where(odd, reverse, cta)
-                block = num_blocks - 1 - lax.div(tile, num_kv_heads * splits)
-                rest = lax.rem(tile, num_kv_heads * splits)
+                index = loop_info.index[0]
+                block, _, _ = place(index)
                 own = own_page[block]
                 pages = jnp.where(own < 0, 0, own - first_page[block] + 1)
-                visit(block, lax.div(rest, splits), lax.rem(rest, splits), pages, carry)
+                visit(index, pages, carry)
                 return carry + pages
 
             return step_count
@@ -290,15 +354,17 @@ def _launch(q, *operands, config, interpret):
         def _produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            def visit(block, kv_head, _, pages, first_step):
+            def visit(index, pages, first_step):
+                block, kv_head, _ = place(index)
                 row, first = table_row[block], first_page[block]
 
                 def load(i, _):
+                    entry = row * page_table.shape[1] + first + i
                     page = layer[0] + page_table[row, first + i]
                     step = first_step + i
                     slot = slot_of(step)
 
-                    def copy(pool, target, full):
+                    def copy(pool, target, full, page=page):
                         source = pool.at[page, kv_head]
                         plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])
 
@@ -309,8 +375,9 @@ def _launch(q, *operands, config, interpret):
 
                     wait(k_empty)
                     copy(pools[0], k_s, k_full)
-                    for source, target in zip(scales, scales_s, strict=True):
-                        copy(source, target, k_full)
+                    at = (page, page, entry)[:num_scales]
+                    for source, target, index in zip(scales, scales_s, at, strict=True):
+                        copy(source, target, k_full, index)
                     wait(v_empty)
                     copy(pools[1], v_s, v_full)
 
@@ -336,27 +403,52 @@ def _launch(q, *operands, config, interpret):
         def constant(value, shape, layout=_ROWS):
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-        def lanes(p):
-            """Partial sums of [64, 128]: a tree over bits 3, 4, 5 and 6 of a column."""
-            parts = [p[:, i : i + _LANES] for i in range(0, PAGE, _LANES)]
-            while len(parts) > 1:
-                pairs = zip(parts[::2], parts[1::2], strict=True)
-                parts = [even + odd for even, odd in pairs]
-            return parts[0]
+        def times_columns(x, vectors, slot, factor=None):
+            """x times a vector along its columns, in parts: it takes few registers."""
+            parts = []
+            for j in range(0, PAGE, _PART):
+                part = x[:, j : j + _PART]
+                columns = plgpu.load(vectors.at[slot, pl.ds(j, _PART)], layout=_COLUMNS)
+                if factor is not None:
+                    columns *= factor
+                parts.append(part * lax.broadcast_in_dim(columns, part.shape, [1]))
+            return jnp.concatenate(parts, axis=1)
 
         @pl.when(wg < c.warpgroups)
         def _compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS[c.warpgroups], action="increase")
 
-            def visit(block, kv_head, part, pages, first_step):
+            def slab_of(wg, index):
+                """Head, first row in its block, and rows of a warpgroup."""
+                block, kv_head, part = place(index)
                 # The last warpgroups repeat a slab where they do not divide them.
                 slab = jnp.minimum(part * c.warpgroups + wg, num_slabs - 1)
                 head = kv_head * group + lax.div(slab, 2)
                 offset = lax.rem(slab, 2) * _SLAB
-                positions = pl.ds(block * PAGE + offset, _SLAB)
+                return head, offset, pl.ds(block * PAGE + offset, _SLAB)
 
-                def copy_q(source, target):
+            def load_queries(wg, index):
+                head, _, positions = slab_of(wg, index)
+                copies = [(q.at[positions, head], q_s)]
+                if codes:
+                    copies.append((q_scales.at[head, positions], q_scales_s))
+                for source, target in copies:
                     plgpu.copy_gmem_to_smem(source, target.at[wg], q_full.at[wg])
+
+            def visit(index, pages, first_step):
+                # What follows from the warpgroup's number is worked out for every tile:
+                # kept all the time, it would take the registers of the loop over pages.
+                compute(lax.optimization_barrier(wg), index, pages, first_step)
+
+            def compute(wg, index, pages, first_step):
+                head, offset, positions = slab_of(wg, index)
+
+                def load_next():
+                    plgpu.commit_smem()  # no warp reads the queries any more
+
+                    @pl.when(index + num_ctas < num_tiles)
+                    def _load():
+                        load_queries(wg, index + num_ctas)
 
                 def store(values, logsumexp):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -366,24 +458,25 @@ def _launch(q, *operands, config, interpret):
                     plgpu.copy_smem_to_gmem(out_s.at[wg], out.at[positions, head])
                     plgpu.copy_smem_to_gmem(lse_s.at[wg], lse.at[head, positions])
 
+                plgpu.barrier_wait(q_full.at[wg])
+
                 @pl.when(pages == 0)
                 def _padding():
+                    load_next()
                     zeros = constant(0.0, (_SLAB, HEAD_DIM), _WGMMA)
                     store(zeros, constant(np.inf, (_SLAB,)))
 
                 @pl.when(pages > 0)
                 def _attend():
-                    copy_q(q.at[positions, head], q_s)
-                    if codes:
-                        copy_q(q_scales.at[head, positions], q_scales_s)
-                    plgpu.barrier_wait(q_full.at[wg])
                     scale = constant(_SCALE, (_SLAB,))
                     if codes:
                         scale *= plgpu.load(q_scales_s.at[wg], layout=_ROWS)
-                    store(*attend(scale, offset, pages, first_step))
+                    store(*attend(wg, scale, offset, pages, first_step, load_next))
 
-            def attend(scale, offset, pages, first_step):
+            def attend(wg, scale, offset, pages, first_step, after_queries):
                 """Result and log-sum-exp of a slab, whose queries are in ``q_s``.
+
+                Calls ``after_queries`` when these are not needed any more.
 
                 The maximum is kept without the query's scale, the result over that of
                 V: powers of two, which change no rounding.
@@ -395,66 +488,80 @@ def _launch(q, *operands, config, interpret):
                 def multiply_qk(i, accumulator):
                     plgpu.wgmma(accumulator, q_s.at[wg], k_s.at[slot_at(i)].T)
 
-                def multiply_pv(i, accumulator, p):
+                def multiply_pv(i, accumulator, p, first=0):
+                    columns = pl.ds(first, accumulator.shape[1])
                     value = v_s.at[slot_at(i)]
+                    value = value.at[columns].T if codes else value.at[:, columns]
                     if emulate:
                         p_s.at[wg][...] = _permuted(p) if codes else p
                         plgpu.commit_smem()
                         p = p_s.at[wg]
-                    plgpu.wgmma(accumulator, p, value.T if codes else value)
+                    else:
+                        accumulator[...] = _zeros(accumulator.shape[1])
+                    plgpu.wgmma(accumulator, p, value)
 
-                def probabilities(i, s, state, masked):
-                    """P as an operand, the decay of the result so far, the new state.
+                def scaled(i, s, best, masked):
+                    """Scores without the query's scale and their maximum so far.
 
                     ``masked`` admits the page of the block itself, not only pages
                     before it.
                     """
-                    best, sums, norm = state
-                    diagonal = i == pages - 1
-                    slot = slot_at(i)
                     if codes:
-                        k_scales_s, v_scales_s, v_norms_s = scales_s
-                        columns = plgpu.load(k_scales_s.at[slot], layout=_COLUMNS)
-                        s *= lax.broadcast_in_dim(columns, s.shape, [1])
+                        s = times_columns(s, scales_s[0], slot_at(i))
                     if masked:
+                        # By tiles, whose columns are constants to the compiler: it
+                        # would keep those of the whole slab in registers.
                         row, column = (
                             plgpu.broadcasted_iota(
-                                jnp.int32, s.shape, axis, layout=_WGMMA
+                                jnp.int32, (_SLAB, _LANES), axis, layout=_WGMMA
                             )
                             for axis in (0, 1)
                         )
-                        row += offset + jnp.where(diagonal, 0, PAGE)
-                        s = jnp.where(column <= row, s, -jnp.inf)
-                    new_best = jnp.maximum(best, s.max(axis=1))
+                        last = row + offset + jnp.where(i == pages - 1, 0, PAGE)
+                        parts = [
+                            jnp.where(last - column >= _LANES * j, part, -jnp.inf)
+                            for j, part in enumerate(_tiles(s))
+                        ]
+                        s = jnp.concatenate(parts, axis=1)
+                    return s, jnp.maximum(best, s.max(axis=1))
+
+                def probabilities(i, s, new_best, state, masked):
+                    """P as an operand, the decay of the result, the new state."""
+                    best, sums, norm = state
+                    slot = slot_at(i)
                     shift = -(new_best * scale)
                     p = ptx("fma.rn.f32", s, rows(scale), rows(shift))
                     p = ptx("ex2.approx.ftz.f32", p)
                     decay = ptx("fma.rn.f32", best, scale, shift)
                     decay = ptx("ex2.approx.ftz.f32", decay)
-                    sums = ptx("fma.rn.f32", sums, rows(decay, _LANES), lanes(p))
+                    lanes = _lane_sums(p, interpret=emulate)
+                    sums = ptx("fma.rn.f32", sums, rows(decay, _LANES), lanes)
                     if not codes:
                         plgpu.barrier_arrive(k_empty.at[slot])
                         return p.astype(jnp.bfloat16), decay, (new_best, sums, norm)
-                    columns = plgpu.load(v_scales_s.at[slot], layout=_COLUMNS)
+                    _, v_scales_s, v_norms_s = scales_s
                     page_norm = v_norms_s[slot, PAGE - 1]
                     new_norm = constant(page_norm, (_SLAB,))
                     if masked:
                         own = plgpu.load(
                             v_norms_s.at[slot, pl.ds(offset, _SLAB)], layout=_ROWS
                         )
-                        new_norm = jnp.where(jnp.full(own.shape, diagonal), own, new_norm)
+                        diagonal = jnp.full(own.shape, i == pages - 1)
+                        new_norm = jnp.where(diagonal, own, new_norm)
                         # Zeros stay zeros, whatever the scales of slots to come.
-                        p *= rows(_scale_over(new_norm))
+                        p = times_columns(
+                            p * rows(_scale_over(new_norm)), v_scales_s, slot
+                        )
                     else:
-                        columns *= _scale_over(constant(page_norm, (PAGE,), _COLUMNS))
-                    p *= lax.broadcast_in_dim(columns, p.shape, [1])
+                        factor = constant(page_norm, (_PART,), _COLUMNS)
+                        p = times_columns(p, v_scales_s, slot, _scale_over(factor))
                     plgpu.barrier_arrive(k_empty.at[slot])
                     decay *= norm * _scale_over(new_norm) * (1.0 / _P_SCALE)
                     p = p.astype(E4M3) if emulate else _to_operand(p)
                     return p, decay, (new_best, sums, new_norm)
 
                 def add(acc, decay, partial):
-                    return ptx("fma.rn.f32", acc, rows(decay), partial)
+                    return ptx("fma.rn.f32", acc, rows(decay, acc.shape[1]), partial)
 
                 # Waits come before an accumulator's scope: so close to the product its
                 # zeros cost nothing.
@@ -470,17 +577,22 @@ def _launch(q, *operands, config, interpret):
                 def collect(i, acc, p, decay):
                     plgpu.barrier_wait(v_full.at[slot_at(i)])
 
-                    def scoped(accumulator):
-                        multiply_pv(i, accumulator, p)
-                        return accumulator[...]
+                    def columns_from(first):
+                        def scoped(accumulator):
+                            multiply_pv(i, accumulator, p, first)
+                            return accumulator[...]
 
-                    partial = pl.run_scoped(scoped, plgpu.ACC((_SLAB, HEAD_DIM)))
+                        partial = pl.run_scoped(scoped, plgpu.ACC((_SLAB, width)))
+                        return add(acc[:, first : first + width], decay, partial)
+
+                    parts = [columns_from(j) for j in range(0, HEAD_DIM, width)]
                     plgpu.barrier_arrive(v_empty.at[slot_at(i)])
-                    return add(acc, decay, partial)
+                    return jnp.concatenate(parts, axis=1)
 
                 def in_turn(i, carry, masked):
                     acc, state = carry
-                    p, decay, state = probabilities(i, scores(i), state, masked)
+                    s, best = scaled(i, scores(i), state[0], masked)
+                    p, decay, state = probabilities(i, s, best, state, masked)
                     return collect(i, acc, p, decay), state
 
                 def overlapped(i, carry, masked):
@@ -491,19 +603,23 @@ def _launch(q, *operands, config, interpret):
                     plgpu.barrier_wait(v_full.at[slot_at(i - 1)])
 
                     def with_scores(scores_acc):
+                        multiply_qk(i, scores_acc)
+
                         def with_result(result_acc):
-                            multiply_qk(i, scores_acc)
                             multiply_pv(i - 1, result_acc, p)
                             s = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
-                            following = probabilities(i, s, state, masked)
-                            following = lax.optimization_barrier(following)
+                            s, best = scaled(i, s, state[0], masked)
+                            s, best = lax.optimization_barrier((s, best))
+                            # The result frees its registers, and those of p, before
+                            # the new p needs some.
                             partial = plgpu.wgmma_accumulator_load(result_acc, wait_n=0)
                             plgpu.barrier_arrive(v_empty.at[slot_at(i - 1)])
-                            return add(acc, decay, partial), *following
+                            return add(acc, decay, partial), s, best
 
                         return pl.run_scoped(with_result, plgpu.ACC((_SLAB, HEAD_DIM)))
 
-                    return pl.run_scoped(with_scores, plgpu.ACC((_SLAB, PAGE)))
+                    acc, s, best = pl.run_scoped(with_scores, plgpu.ACC((_SLAB, PAGE)))
+                    return acc, *probabilities(i, s, best, state, masked)
 
                 def for_pages(first, step, carry):
                     """Every page from ``first`` on, the last of them masked."""
@@ -522,12 +638,15 @@ def _launch(q, *operands, config, interpret):
                     constant(1.0, (_SLAB,)),
                 )
                 if c.overlap:
-                    p, decay, state = probabilities(0, scores(0), state, masked=True)
+                    s, best = scaled(0, scores(0), state[0], masked=True)
+                    p, decay, state = probabilities(0, s, best, state, masked=True)
                     carry = for_pages(1, overlapped, (acc, p, decay, state))
                     acc, p, decay, state = carry
+                    after_queries()
                     acc = collect(pages - 1, acc, p, decay)
                 else:
                     acc, state = for_pages(0, in_turn, (acc, state))
+                    after_queries()
                 best, sums, norm = state
                 total = sums.sum(axis=1)
                 inverse = ptx("rcp.rn.f32", total)
@@ -536,13 +655,15 @@ def _launch(q, *operands, config, interpret):
                 lse = (best * scale + jnp.log2(total)) * np.float32(math.log(2))
                 return acc * rows(inverse), lse
 
+            load_queries(wg, cta)
             for_each_tile(visit)
             plgpu.wait_smem_to_gmem(0)
 
-    def smem(rows, dtype, leading, columns=HEAD_DIM):
-        tiling = plgpu.TilingTransform((8, PAGE // jnp.dtype(dtype).itemsize))
-        transforms = (tiling, plgpu.SwizzleTransform(128))
-        return plgpu.SMEM((leading, rows, columns), dtype, transforms=transforms)
+    def smem(leading, rows, dtype):
+        """In the layout of TMA and wgmma."""
+        tiling = plgpu.TilingTransform((8, _ROW // jnp.dtype(dtype).itemsize))
+        transforms = (tiling, plgpu.SwizzleTransform(_ROW))
+        return plgpu.SMEM((leading, rows, HEAD_DIM), dtype, transforms=transforms)
 
     def vectors(leading, size):
         return plgpu.SMEM((leading, size), jnp.float32)
@@ -561,14 +682,14 @@ def _launch(q, *operands, config, interpret):
         num_threads=c.warpgroups + 1,
         thread_name="wg",
         scratch_types=[
-            smem(_SLAB, q.dtype, c.warpgroups),
-            smem(PAGE, q.dtype, c.stages),
-            smem(PAGE, q.dtype, c.stages),
-            vectors(c.warpgroups, _SLAB),
+            smem(c.warpgroups, _SLAB, q.dtype),
+            smem(c.stages, PAGE, q.dtype),
+            smem(c.stages, PAGE, q.dtype),
+            vectors(c.warpgroups, _SLAB) if codes else None,
             [vectors(c.stages, PAGE)] * num_scales,
-            smem(_SLAB, jnp.bfloat16, c.warpgroups),
+            smem(c.warpgroups, _SLAB, jnp.bfloat16),
             vectors(c.warpgroups, _SLAB),
-            smem(_SLAB, q.dtype, c.warpgroups) if emulate else None,
+            smem(c.warpgroups, _SLAB, q.dtype) if emulate else None,
             barrier(1 + codes, c.warpgroups),
             barrier(1 + num_scales),
             barrier(1),
@@ -576,7 +697,9 @@ def _launch(q, *operands, config, interpret):
             barrier(c.warpgroups),
         ],
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # no reduction crosses a warp
         ),
         interpret=interpret,
     )(q, *operands)

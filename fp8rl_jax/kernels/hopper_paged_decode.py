@@ -37,14 +37,17 @@ from fp8rl_jax.kernels.hopper_quantize_tiles import E4M3, ptx, smem
 
 PAGE = 128  # tokens
 HEAD_DIM = 128
+_TMA_ALIGNMENT = 128  # bytes
 _TILE_ROWS = 8  # of a swizzled tile: query heads that one wgmma multiplies
 _NUM_SMS = 132  # of an H100 SXM or H200
 _SCORE_PITCH = PAGE + 4  # floats; conflict-free for the fragment's transposed store
-_LOG2_SCALE = np.float32(HEAD_DIM**-0.5 * math.log2(math.e))
-_P_EXPONENT = 8  # P is scaled by 2^8 before its cast to e4m3, the largest power below 448
+_LOG2_SCALE = float(np.float32(HEAD_DIM**-0.5 * math.log2(math.e)))
+# P is scaled by 2^8, the largest power below 448, before its cast to e4m3.
+_P_EXPONENT = 8
 
 _WGMMA = plgpu.Layout.WGMMA
-# [heads, 128 tokens]: a warp owns heads, lane 4J + t tokens 16J + {2t, 2t+1, 2t+8, 2t+9}.
+# [heads, 128 tokens]: a warp owns heads, lane 4J + t tokens 16J + {2t, 2t+1, 2t+8,
+# 2t+9}.
 _TOKENS = plgpu.Layout.TILED(
     plgpu.Tiling(((4, PAGE), (16,), (8,), (2,))),
     warp_dims=(-5,),
@@ -67,8 +70,8 @@ class DecodeConfig:
 
     Attributes:
       stages: pages that are loaded ahead.
-      blocks_per_sm: thread blocks of a multiprocessor, each of which takes several pairs
-        of sequence and KV head; None for one thread block a pair.
+      blocks_per_sm: thread blocks of a multiprocessor, each of which takes several
+        pairs of sequence and KV head; None for one thread block a pair.
     """
 
     stages: int = 3
@@ -111,10 +114,10 @@ def paged_decode(
       ValueError: shapes or dtypes do not fit.
     """
     scales = (q_scales, k_scales, v_scales)
-    _check(q, k, v, scales, page_table, lengths)
-    fp8 = q.dtype == E4M3
     if order is None:
         order = jnp.argsort(-lengths)
+    _check(q, k, v, scales, page_table, lengths, order)
+    fp8 = q.dtype == E4M3
     if config is None:
         config = DecodeConfig() if fp8 else DecodeConfig(blocks_per_sm=1)
     num_seqs, num_kv, group, _ = q.shape
@@ -136,11 +139,13 @@ def paged_decode(
     def flat(x):
         return x.reshape(-1, *x.shape[3:])
 
-    tensors = [tiles(q), flat(k), flat(v)]
+    queries, pages = [tiles(q)], [flat(k), flat(v)]
     if fp8:
-        tensors += [tiles(q_scales)[..., 0], flat(k_scales), flat(v_scales)]
+        queries += [tiles(q_scales)[..., 0]]
+        pages += [flat(k_scales), flat(v_scales)]
     out = _launch(
-        tensors,
+        queries,
+        pages,
         (page_table, lengths, order, jnp.reshape(layer, (1,))),
         num_kv=num_kv,
         num_pages=num_pages,
@@ -152,7 +157,7 @@ def paged_decode(
     return out.reshape(q.shape)
 
 
-def _check(q, k, v, scales, page_table, lengths):
+def _check(q, k, v, scales, page_table, lengths, order):
     num_seqs, num_kv, group, _ = q.shape
     fp8 = q.dtype == E4M3
     pages = (*k.shape[:2], num_kv, PAGE)
@@ -167,6 +172,7 @@ def _check(q, k, v, scales, page_table, lengths):
         "v": (v, q.dtype, (*pages, HEAD_DIM)),  # PAGE == HEAD_DIM
         "page_table": (page_table, jnp.int32, (num_seqs, page_table.shape[-1])),
         "lengths": (lengths, jnp.int32, (num_seqs,)),
+        "order": (order, jnp.int32, (num_seqs,)),
     }
     if fp8 != all(s is not None for s in scales) or fp8 == all(
         s is None for s in scales
@@ -185,18 +191,19 @@ def _check(q, k, v, scales, page_table, lengths):
 
 
 def _fma(x, y, z, layout, interpret):
-    """x * y + z, rounded once."""
+    """x * y + z, rounded once; y may be a number."""
     if interpret is not None:
         return x * y + z
+    arrays = (x, z) if isinstance(y, float) else (x, z, y)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,) * 3,
+        arg_types=(layout,) * len(arrays),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )
-    def apply(_, x, y, z):
+    def apply(_, x, z, y=y):
         return x._pointwise(x._lift_fast_instr("fma.rn.f32"), y, z)
 
-    return apply(x, y, z)
+    return apply(*arrays)
 
 
 def _exp2(x, layout, interpret):
@@ -233,9 +240,9 @@ def _sum_residues(p, interpret):
 
 
 def _store_transposed(ref, x, interpret):
-    """ref[j, i] = x[i, j], of an accumulator and a ref with a longer pitch."""
+    """ref[j, i] = x[i, j] of an accumulator."""
     if interpret is not None:
-        ref[:, : x.shape[0]] = x.T
+        ref[...] = x.T
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
@@ -245,22 +252,30 @@ def _store_transposed(ref, x, interpret):
     apply(ref, x)
 
 
-def _load_rows(ref, first, shape, interpret):
-    """ref[first : first + heads, :128]; Mosaic's own load refuses the longer pitch."""
+def _transpose(x, scratch, first, heads, interpret):
+    """Columns ``first`` to ``first + heads`` of an accumulator [128, 8] as rows.
+
+    In the layout of softmax; all warps must be done with what was in ``scratch``.
+    """
+    shape = (heads, PAGE)
     if interpret is not None:
-        return ref[pl.ds(first, shape[0]), : shape[1]]
+        return lax.dynamic_slice(x.T, (first, 0), shape)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        arg_types=(plgpu.RefType(), _WGMMA, plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_TOKENS),
     )
-    def apply(_, ref, first):
-        row = arith.index_cast(ir.IndexType.get(), first.registers.item())
-        rows = mgpu.utils.memref_slice(ref, (mgpu.utils.ds(row, shape[0]), slice(0, shape[1])))
+    def apply(_, ref, x, first):
+        x.foreach(lambda element, index: memref.store(element, ref, index[::-1]))
+        mgpu.utils.warpgroup_barrier()
+        first = arith.index_cast(ir.IndexType.get(), first.registers.item())
+        rows = mgpu.utils.memref_slice(
+            ref, (mgpu.utils.ds(first, heads), slice(0, PAGE))
+        )
         layout = _TOKENS.to_mgpu()
         return fa.FragmentedArray.load_untiled(rows, layout=layout, optimized=False)
 
-    return apply(ref, first)
+    return apply(scratch, x, first)
 
 
 def _store_p(p_s, p, transforms, interpret):
@@ -273,7 +288,6 @@ def _store_p(p_s, p, transforms, interpret):
     if interpret is not None:
         if dtype == E4M3:
             p = p.reshape(heads, 8, 2, 4, 2).swapaxes(2, 3).reshape(heads, PAGE)
-            p = jnp.minimum(p, 448.0)
         p_s[:heads] = p.astype(dtype)
         return
 
@@ -314,30 +328,36 @@ def _store_p(p_s, p, transforms, interpret):
 
 
 def _launch(
-    tensors, tables, *, num_kv, num_pages, group, padded, config, interpret
+    queries, pages, tables, *, num_kv, num_pages, group, padded, config, interpret
 ):
-    q, k, v, *scales = tensors
-    fp8 = bool(scales)
+    dtype = queries[0].dtype
+    fp8 = dtype == E4M3
     stages = config.stages
-    num_items = tables[1].shape[0] * num_kv
+    num_seqs, max_pages = tables[0].shape
+    num_items = num_seqs * num_kv
     num_blocks = num_items
     if config.blocks_per_sm is not None:
         num_blocks = min(num_items, _NUM_SMS * config.blocks_per_sm)
     # Rows of softmax: one warp has one head, or two.
     heads = 4 if padded <= 4 else 8
     shape = (heads, PAGE)
-    operand = smem((_TILE_ROWS, PAGE), q.dtype)
+    operand = smem((_TILE_ROWS, PAGE), dtype)
 
     def body(*refs):
-        q, k, v, *scales = refs[: len(tensors)]
-        refs = refs[len(tensors) :]
-        page_table, lengths, order, layer, out, *refs = refs
-        q_s, k_s, v_s, *scales_s = refs[: len(tensors)]
-        scores_s, p_s, vectors_s, out_s, q_full, full, empty = refs[len(tensors) :]
+        refs = list(refs)
+
+        def take(n):
+            return [refs.pop(0) for _ in range(n)]
+
+        queries_g, pages_g = take(len(queries)), take(len(pages))
+        page_table, lengths, order, layer, out, q_s, k_s, v_s = take(8)
+        (scores_s, out_s), p_s, vectors_s, q_full, full, empty = take(6)
+        if fp8:
+            q_scales_s, scales_s = refs
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
 
         def for_each_item(visit):
-            """Calls visit(sequence, KV head, pages, whether it exists, steps, items)."""
+            """Calls visit(sequence, KV head, pages, exists, steps so far, items)."""
 
             def deal(i, carry):
                 backwards = num_blocks - 1 - block
@@ -356,38 +376,45 @@ def _launch(
 
         @pl.when(wg == 1)
         def _produce():
+            first_page = layer[0] * num_pages
+
+            def copy(sources, targets, barrier):
+                for source, target in zip(sources, targets, strict=True):
+                    plgpu.copy_gmem_to_smem(source, target, barrier)
+
             def visit(seq, head, pages, exists, first_step, item):
                 del exists
                 tile = lax.div((seq * num_kv + head) * padded, _TILE_ROWS)
 
-                def load(i, _):
+                def load(i, page):
                     step = first_step + i
                     slot = lax.rem(step, stages)
-                    page = (layer[0] * num_pages + page_table[seq, i]) * num_kv + head
+                    # Its latency passes while the slot is waited for.
+                    following = page_table[seq, jnp.minimum(i + 1, max_pages - 1)]
+                    page = (first_page + page) * num_kv + head
 
                     @pl.when(step >= stages)
                     def _wait():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    # A ring of as many queries is safe: each has a page at least.
+                    # As many slots as pages have: each query's last page is released
+                    # before its slot's next turn, since every query has a page.
                     @pl.when(i == 0)
                     def _load_query():
                         slot = lax.rem(item, stages)
-                        for source, target in zip(
-                            (q, *scales[:1]), (q_s, *scales_s[:1]), strict=True
-                        ):
-                            plgpu.copy_gmem_to_smem(
-                                source.at[tile], target.at[slot], q_full.at[slot]
-                            )
+                        targets = [q_s.at[slot]]
+                        if fp8:
+                            targets.append(q_scales_s.at[slot, pl.ds(0, _TILE_ROWS)])
+                        sources = [x.at[tile] for x in queries_g]
+                        copy(sources, targets, q_full.at[slot])
 
-                    for source, target in zip(
-                        (k, v, *scales[1:]), (k_s, v_s, *scales_s[1:]), strict=True
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            source.at[page], target.at[slot], full.at[slot]
-                        )
+                    targets = [k_s.at[slot], v_s.at[slot]]
+                    if fp8:
+                        targets += [scales_s.at[slot, j] for j in range(2)]
+                    copy([x.at[page] for x in pages_g], targets, full.at[slot])
+                    return following
 
-                lax.fori_loop(0, pages, load, None)
+                lax.fori_loop(0, pages, load, page_table[seq, 0])
 
             steps, _ = for_each_item(visit)
 
@@ -436,35 +463,31 @@ def _launch(
                     plgpu.barrier_wait(q_full.at[query])
 
                 if fp8:
-                    q_scale = plgpu.load(scales_s[0].at[query, rows], layout=_HEADS)
+                    q_scale = plgpu.load(q_scales_s.at[query, rows], layout=_HEADS)
 
                 def attend(i, carry):
-                    acc, m, l = carry
+                    acc, m, sums = carry
                     slot = lax.rem(first_step + i, stages)
                     plgpu.barrier_wait(full.at[slot])
                     scores = product(k_s.at[slot], q_s.at[query].T)
-                    _store_transposed(scores_s, scores, interpret)
-                    plgpu.commit_smem()
-                    s = _load_rows(scores_s, rows.start, shape, interpret)
+                    s = _transpose(scores, scores_s, rows.start, heads, interpret)
                     visible = token < length - i * PAGE
                     if fp8:
                         k_scale, v_scale = (
-                            by_token(plgpu.load(x.at[slot], layout=_TOKENS.reduce(0)))
-                            for x in scales_s[1:]
+                            by_token(plgpu.load(x, layout=_TOKENS.reduce(0)))
+                            for x in (scales_s.at[slot, j] for j in range(2))
                         )
                         s *= by_head(q_scale) * k_scale
                     s = jnp.where(visible, s, -jnp.inf)
                     m_new = jnp.maximum(m, jnp.max(s, axis=1))
                     minus_mc = m_new * -_LOG2_SCALE
-                    c = jnp.full(shape, _LOG2_SCALE)
-                    p = _fma(s, c, by_head(minus_mc), _TOKENS, interpret)
+                    p = _fma(s, _LOG2_SCALE, by_head(minus_mc), _TOKENS, interpret)
                     p = _exp2(p, _TOKENS, interpret)
-                    c = jnp.full((heads,), _LOG2_SCALE)
-                    decay = _fma(m, c, minus_mc, _HEADS, interpret)
+                    decay = _fma(m, _LOG2_SCALE, minus_mc, _HEADS, interpret)
                     decay = _exp2(decay, _HEADS, interpret)
-                    l = _fma(
-                        l,
-                        lax.broadcast_in_dim(decay, l.shape, [0]),
+                    sums = _fma(
+                        sums,
+                        lax.broadcast_in_dim(decay, sums.shape, [0]),
                         _sum_residues(p, interpret),
                         _RESIDUES,
                         interpret,
@@ -483,25 +506,25 @@ def _launch(
                     if fp8:
                         part *= column(1)
                     acc = _fma(acc, column(0), part, _WGMMA, interpret)
-                    return acc, m_new, l
+                    return acc, m_new, sums
 
                 acc = jnp.zeros((HEAD_DIM, _TILE_ROWS), jnp.float32)
                 m = jnp.full((heads,), -jnp.inf, jnp.float32)
-                l = jnp.zeros((heads, 8), jnp.float32)
+                sums = jnp.zeros((heads, 8), jnp.float32)
+                # The store of the result before may still read its buffer.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 carry = (
                     plgpu.layout_cast(acc, _WGMMA),
                     plgpu.layout_cast(m, _HEADS),
-                    plgpu.layout_cast(l, _RESIDUES),
+                    plgpu.layout_cast(sums, _RESIDUES),
                 )
-                acc, _, l = lax.fori_loop(0, pages, attend, carry)
-                total = jnp.sum(l, axis=1)
+                acc, _, sums = lax.fori_loop(0, pages, attend, carry)
+                total = jnp.sum(sums, axis=1)
                 if interpret is None:
                     inverse = ptx("rcp.rn.f32", total, layout=_HEADS)
                 else:
                     inverse = 1.0 / total
                 set_column(2, jnp.where(total == 0.0, 0.0, inverse))
-                # The store before may still read the buffer.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.commit_smem()
                 out_t = (acc * column(2)).astype(jnp.bfloat16)
                 _store_transposed(out_s, out_t, interpret)
@@ -517,8 +540,24 @@ def _launch(
             for_each_item(visit)
             plgpu.wait_smem_to_gmem(0)
 
-    rings = [smem((stages, *x.shape[1:]), x.dtype) for x in (q, k, v)]
-    rings += [plgpu.SMEM((stages, x.shape[1]), jnp.float32) for x in scales]
+    scratch = [smem((stages, *x.shape[1:]), dtype) for x in (queries[0], *pages[:2])]
+    scratch += [
+        plgpu.RefUnion(
+            plgpu.SMEM((_TILE_ROWS, _SCORE_PITCH), jnp.float32),
+            plgpu.SMEM((_TILE_ROWS, HEAD_DIM), jnp.bfloat16),
+        ),
+        operand,
+        plgpu.SMEM((3, _TILE_ROWS), jnp.float32),
+        plgpu.Barrier(num_arrivals=len(queries), num_barriers=stages),
+        plgpu.Barrier(num_arrivals=len(pages), num_barriers=stages),
+        plgpu.Barrier(num_barriers=stages),
+    ]
+    if fp8:
+        scratch += [
+            # TMA wants its targets at multiples of 128 bytes.
+            plgpu.SMEM((stages, _TMA_ALIGNMENT // 4), jnp.float32),
+            plgpu.SMEM((stages, 2, PAGE), jnp.float32),
+        ]
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_items, group, HEAD_DIM), jnp.bfloat16),
@@ -526,19 +565,13 @@ def _launch(
         grid_names=("block",),
         num_threads=2,
         thread_name="wg",
-        scratch_types=[
-            *rings,
-            plgpu.SMEM((_TILE_ROWS, _SCORE_PITCH), jnp.float32),
-            operand,
-            plgpu.SMEM((3, _TILE_ROWS), jnp.float32),
-            plgpu.SMEM((_TILE_ROWS, HEAD_DIM), jnp.bfloat16),
-            plgpu.Barrier(num_arrivals=1 + fp8, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2 + 2 * fp8, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-        ],
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # no reduction crosses warps
+        ),
         interpret=interpret,
-    )(*tensors, *tables)
+    )(*queries, *pages, *tables)
 
 
 def _over_power_of_two(x):

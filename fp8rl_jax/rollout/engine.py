@@ -1,30 +1,33 @@
 """The static-batch rollout engine: a whole batch inside one jitted program."""
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from fp8rl_jax.attention import KVCache, cache_length
+from fp8rl_jax.attention import KVCache, page_size
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.logprobs import sample_tokens
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.model import Qwen3
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
-from fp8rl_jax.parallel.sharding import constrain, shard_batch
+from fp8rl_jax.parallel.sharding import shard_batch
+from fp8rl_jax.rollout.static_pages import lay_out, padded_length
 from fp8rl_jax.rollout.types import FinishReason, Prompts, Rollouts, SamplingParams
 
 
 class StaticRolloutEngine:
     """Samples all rows in lockstep until every one has finished.
 
-    The prompt is prefilled once for its G samples; each key and value is quantised
-    once, when it enters the cache. One program per (prompt count, padded prompt length,
-    sampling parameters).
+    The prompt is prefilled once for its G samples, which share its full pages; each key
+    and value is quantised once, when it enters the cache. One program per (prompt
+    count, padded prompt length, sampling parameters).
 
     Args:
       config: the model.
@@ -64,33 +67,12 @@ class StaticRolloutEngine:
           ValueError: an empty prompt, a token outside the vocabulary, or sample ids of
             the wrong shape.
         """
-        num_prompts = len(prompts.tokens)
-        _check_prompts(prompts, sampling, self._vocab_size)
-        row_multiple = _batch_shards(self._mesh)
-        padded = -(-num_prompts // row_multiple) * row_multiple
-        tokens, lengths = _pad(prompts.tokens, padded)
-        sample_ids = np.zeros((padded, sampling.num_samples), np.int32)
-        sample_ids[:num_prompts] = prompts.sample_ids
-        arrays = {
-            "tokens": tokens,
-            "lengths": lengths,
-            "sample_ids": sample_ids,
-            "active": np.arange(padded) < num_prompts,
-        }
+        arrays, static = self._program(prompts, sampling)
         if self._mesh is not None:
             arrays = shard_batch(self._mesh, DEFAULT_RULES, arrays)
         seed, step = (np.uint32(k) for k in key)
-        out = _generate(
-            weights,
-            arrays,
-            seed,
-            step,
-            config=self._config,
-            precision=self._precision,
-            sampling=sampling,
-            vocab_size=self._vocab_size,
-        )
-        rows = num_prompts * sampling.num_samples
+        out = _generate(weights, arrays, seed, step, **static)
+        rows = len(prompts.tokens) * sampling.num_samples
         tokens, log_probs, lengths, stopped = (
             np.asarray(x)[:rows] for x in jax.device_get(out)
         )
@@ -102,6 +84,37 @@ class StaticRolloutEngine:
             reasons.astype(np.int32),
             np.asarray(prompts.sample_ids, np.int32).reshape(-1),
         )
+
+    def _program(
+        self, prompts: Prompts, sampling: SamplingParams
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Host arrays and static arguments of :func:`_generate`."""
+        _check_prompts(prompts, sampling, self._vocab_size)
+        num_prompts, shards = len(prompts.tokens), _batch_shards(self._mesh)
+        padded = -(-num_prompts // shards) * shards
+        longest = max(map(len, prompts.tokens))
+        page = page_size(longest + sampling.max_new_tokens, self._config.head_dim)
+        tokens, lengths = _pad(prompts.tokens, padded, padded_length(longest, page))
+        pages, num_pages = lay_out(lengths, tokens.shape[1], sampling, page, shards)
+        sample_ids = np.zeros((padded, sampling.num_samples), np.int32)
+        sample_ids[:num_prompts] = prompts.sample_ids
+        arrays = {
+            "tokens": tokens,
+            "lengths": lengths,
+            "sample_ids": sample_ids,
+            "active": np.arange(padded) < num_prompts,
+            "pages": pages,
+        }
+        static = {
+            "config": self._config,
+            "precision": self._precision,
+            "sampling": sampling,
+            "vocab_size": self._vocab_size,
+            "page": page,
+            "num_pages": num_pages,
+            "mesh": self._mesh,
+        }
+        return arrays, static
 
 
 def _check_prompts(prompts: Prompts, sampling: SamplingParams, vocab_size: int):
@@ -129,9 +142,8 @@ def _batch_shards(mesh: Mesh | None) -> int:
     return int(np.prod([mesh.shape[axis] for axis in DEFAULT_RULES.batch]))
 
 
-def _pad(prompts: list[list[int]], rows: int):
-    """Right-padded tokens [rows, T] and lengths; filler rows hold one token."""
-    length = cache_length(max(map(len, prompts)))
+def _pad(prompts: list[list[int]], rows: int, length: int):
+    """Right-padded tokens [rows, length] and lengths; filler rows hold one token."""
     tokens = np.zeros((rows, length), np.int32)
     lengths = np.ones((rows,), np.int32)
     for i, prompt in enumerate(prompts):
@@ -146,10 +158,53 @@ def _row_keys(seed, step, sample_ids: Int[Array, "R"]):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "precision", "sampling", "vocab_size")
+    jax.jit,
+    static_argnames=(
+        "config",
+        "precision",
+        "sampling",
+        "vocab_size",
+        "page",
+        "num_pages",
+        "mesh",
+    ),
 )
-def _generate(weights, prompts, seed, step, *, config, precision, sampling, vocab_size):
+def _generate(weights, prompts, seed, step, *, mesh=None, **static):
+    """:func:`_generate_rows` on every device's rows, or on all without a mesh."""
+    if mesh is None:
+        return _generate_rows(weights, prompts, seed, step, **static)
+    batch, everywhere = DEFAULT_RULES.spec(("batch",)), PartitionSpec()
+    # Devices that share a row's arithmetic must take the same steps, and the compiler
+    # may let all devices of the mesh take part in what they exchange.
+    shared = math.prod(mesh.shape.values()) > _batch_shards(mesh)
+    together = DEFAULT_RULES.batch if shared else ()
+    return jax.shard_map(
+        functools.partial(_generate_rows, together=together, **static),
+        mesh=mesh,
+        in_specs=(everywhere, batch, everywhere, everywhere),
+        out_specs=batch,
+        axis_names=set(DEFAULT_RULES.batch),
+        check_vma=False,
+    )(weights, prompts, seed, step)
+
+
+def _generate_rows(
+    weights,
+    prompts,
+    seed,
+    step,
+    *,
+    config,
+    precision,
+    sampling,
+    vocab_size,
+    page,
+    num_pages,
+    together=(),
+):
     """Prefill and decoding of a batch.
+
+    ``together`` names mesh axes whose devices end at the same step.
 
     Returns tokens [R, T], log-probs [R, T], lengths [R] and whether each row stopped.
     """
@@ -170,25 +225,24 @@ def _generate(weights, prompts, seed, step, *, config, precision, sampling, voca
             vocab_size=vocab_size,
         )
 
-    def split_rows(x):
-        return constrain(x, (None, "batch", *[None] * (x.ndim - 2)))
-
+    pages = prompts["pages"]
     cache = KVCache.create(
         config.num_layers,
-        num_prompts,
+        num_pages,
         config.num_kv_heads,
-        cache_length(prompt_slots + limit),
+        page,
         config.head_dim,
+        pages.prompt_table,
         precision,
         dtype,
     )
-    cache = jax.tree.map(split_rows, cache)
     positions = jnp.broadcast_to(
         jnp.arange(prompt_slots, dtype=jnp.int32)[None], prompts["tokens"].shape
     )
     hidden, cache = model(prompts["tokens"], positions, precision, cache=cache)
     last = jnp.take_along_axis(hidden, prompts["lengths"][:, None, None] - 1, axis=1)
-    cache = jax.tree.map(split_rows, cache.repeat_rows(group))
+    cache = cache.copy_pages(pages.copy_source, pages.copy_target)
+    cache = cache.with_table(pages.row_table)
 
     stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
 
@@ -223,14 +277,18 @@ def _generate(weights, prompts, seed, step, *, config, precision, sampling, voca
 
     def some_running(carry):
         (t, *_, stopped), _, _ = carry
-        return (t < limit) & ~jnp.all(stopped)
+        running = jnp.any(~stopped)
+        if together:
+            running = lax.pmax(running.astype(jnp.int32), together) > 0
+        return (t < limit) & running
 
     def decode(carry):
         state, token, cache = carry
-        position = prompt_lengths + state[0]
-        hidden, cache = model(
-            token[:, None], position[:, None] - 1, precision, cache=cache
-        )
+        t, *_, stopped = state
+        position = prompt_lengths + t
+        # A row that has ended reads and writes nothing.
+        at = jnp.where(stopped, -1, position - 1)
+        hidden, cache = model(token[:, None], at[:, None], precision, cache=cache)
         token, log_prob = draw(hidden[:, 0], position)
         return record(state, token, log_prob), token, cache
 

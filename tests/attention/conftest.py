@@ -25,12 +25,7 @@ def f64(x):
 
 
 @jax.jit
-def _quantise_q(q):
-    return dequantize(quantize(q, (1, q.shape[-1])), jnp.float32)
-
-
-@jax.jit
-def _quantise_kv(x):
+def _quantise(x):
     q = quantize(x, (1, x.shape[-1]), power_of_two=True)
     return dequantize(q, jnp.float32), q.scales
 
@@ -59,10 +54,10 @@ class Reference:
         precision = PRECISIONS[name]
         v_scales = jnp.ones((*v.shape[:-1], 1))
         if precision.kv_cache:
-            k, _ = _quantise_kv(k)
-            v, v_scales = _quantise_kv(v)
+            k, _ = _quantise(k)
+            v, v_scales = _quantise(v)
         if precision.attention:
-            q = _quantise_q(q)
+            q, _ = _quantise(q)
         repeats = q.shape[2] // k.shape[2]
         k, v, v_scales = (np.repeat(f64(x), repeats, 2) for x in (k, v, v_scales))
         return cls(f64(q), k, v, v_scales, np.asarray(visible), precision.attention)
@@ -82,19 +77,25 @@ class Reference:
         """Bound on the output's error before its own rounding, [B, T, N, H].
 
         bfloat16: each probability is off by 2^-8 of itself. FP8: each product w = p
-        times value scale by 2^-4 of itself or, where the code is subnormal, by 2^-10
-        scales, and a power-of-two scale is at most the block's largest w over 224.
+        times value scale by 2^-4 of itself or, where the code is subnormal, by half a
+        step of 2^-9, of which 2^8 make the largest probability so far times the largest
+        visible scale of the block.
         """
         p = self.probs()
         if not self.fp8:
             return 1.001 * UNIT_BF16 * np.einsum("bnts,bsnh->btnh", p, abs(self.v))
         scales = self.v_scales[..., 0].transpose(0, 2, 1)[:, :, None]
-        w = p * scales
-        extra = -w.shape[-1] % BLOCK
-        blocks = np.pad(w, [(0, 0)] * 3 + [(0, extra)])
-        amax = blocks.reshape(*w.shape[:3], -1, BLOCK).max(-1)
-        amax = amax.repeat(BLOCK, -1)[..., : w.shape[-1]]
-        error = (w * UNIT_E4M3 + amax / 224 * 2.0**-10) * self.visible[..., None, :, :]
+        visible = np.broadcast_to(np.expand_dims(self.visible, -3), p.shape)
+
+        def largest(x):
+            """Of every block, [B, N, T, blocks]."""
+            x = np.pad(x, [(0, 0)] * 3 + [(0, -x.shape[-1] % BLOCK)])
+            return x.reshape(*x.shape[:3], -1, BLOCK).max(-1)
+
+        so_far = np.maximum.accumulate(largest(p), -1)
+        one = so_far * largest(np.where(visible, scales, 0.0))
+        one = one.repeat(BLOCK, -1)[..., : p.shape[-1]]
+        error = (p * scales * UNIT_E4M3 + one * 2.0**-18) * visible
         codes = abs(self.v) / self.v_scales
         return 1.001 * np.einsum("bnts,bsnh->btnh", error, codes)
 

@@ -1,22 +1,24 @@
 """Forward attention: float64 bounds, block exactness, masks and scales."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8rl_jax.attention import (
-    KVCache,
-    attention,
-    cache_length,
-    cached_attention,
-    write_kv,
-)
-from fp8rl_jax.fp8 import ScaledArray
+from fp8rl_jax.attention import KVCache, attention, cached_attention, page_size
+from fp8rl_jax.attention.layout import column_of, stored_values
 
 attend = jax.jit(attention, static_argnums=5)
-attend_cache = jax.jit(cached_attention, static_argnums=4)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def attend_cache(q, cache, positions, precision):
+    where = cache.place(positions)
+    return cached_attention(q, cache, jnp.int32(0), where, precision)
 
 
 def f64(x):
@@ -37,20 +39,21 @@ def one_segment(batch, length):
 
 
 def filled(k, v, precision, num_slots=None):
-    """One layer's cache that holds k and v at positions 0, 1, ..."""
+    """One layer's cache that holds k and v at positions 0, 1, ... in shuffled pages."""
     batch, length, heads, head_dim = k.shape
-    num_slots = num_slots or cache_length(length)
+    num_slots = num_slots or length
+    page = page_size(num_slots, head_dim)
+    pages = -(-num_slots // page)
+    table = np.random.default_rng(9).permutation(batch * pages + 1)[1:]
+    table = jnp.asarray(table.reshape(batch, pages), jnp.int32)
 
     @jax.jit
     def fill(k, v):
-        cache = KVCache.create(1, batch, heads, num_slots, head_dim, precision)
-        positions, _ = one_segment(batch, length)
-        layer = jnp.int32(0)
-        k, v = (
-            write_kv(old, layer, new, positions)
-            for old, new in ((cache.k, k), (cache.v, v))
+        cache = KVCache.create(
+            1, batch * pages + 1, heads, page, head_dim, table, precision
         )
-        return jax.tree.map(lambda x: x[0], (k, v))
+        where = cache.place(one_segment(batch, length)[0])
+        return cache.store(jnp.int32(0), k, v, where)
 
     return fill(k, v)
 
@@ -64,33 +67,35 @@ def test_error_against_f64_softmax(length, name, precisions, qkv, reference, cau
     assert (abs(f64(out) - expected.out()) <= expected.out_bound()).all()
 
 
+def e4m3(x):
+    x = np.clip(x.astype(np.float32), -448, 448)
+    return x.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
 def blocked_reference(q, k, v):
     """The documented FP8 block order for one head, rows [T, H]; numpy float64."""
 
-    def quantised(x, power_of_two):
+    def quantised(x):
         amax = np.abs(x).max(-1, keepdims=True)
         scale = amax.astype(np.float32) * np.float32(1 / 448)
         scale = scale.astype(np.float64)
-        scale = np.where(amax == 0, 1.0, scale)
-        if power_of_two:
-            scale = 2.0 ** np.ceil(np.log2(scale))
-        inverse = (1 / scale).astype(np.float32).astype(np.float64)
-        scaled = np.clip((x * inverse).astype(np.float32), -448, 448)
-        return scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), scale
+        scale = 2.0 ** np.ceil(np.log2(np.where(amax == 0, 1.0, scale)))
+        return e4m3(x / scale), scale
 
-    (q, q_scale), (k, k_scale), (v, v_scale) = (
-        quantised(f64(x), power_of_two)
-        for x, power_of_two in ((q, False), (k, True), (v, True))
-    )
+    (q, q_scale), (k, k_scale), (v, v_scale) = (quantised(f64(x)) for x in (q, k, v))
     length, head_dim = q.shape
     maximum, total, accumulator = np.full((length, 1), -np.inf), 0.0, 0.0
     for start in range(0, length, 128):
         keys = np.s_[start : start + 128]
         s = (q @ k[keys].T) * head_dim**-0.5 * (q_scale * k_scale[keys].T)
-        s = np.where(np.tri(length, dtype=bool)[:, keys], s, -np.inf)
+        visible = np.tri(length, dtype=bool)[:, keys]
+        s = np.where(visible, s, -np.inf)
         new_maximum = np.maximum(maximum, s.max(-1, keepdims=True))
         p, decay = np.exp(s - new_maximum), np.exp(maximum - new_maximum)
-        codes, scale = quantised((p * v_scale[keys].T).astype(np.float32), True)
+        scales = np.where(visible, v_scale[keys].T, 0)
+        largest = scales.max(-1, keepdims=True)
+        largest = np.where(largest == 0, 1, largest)
+        codes, scale = e4m3(p * (scales * (256 / largest))), largest / 256
         total = total * decay + p.sum(-1, keepdims=True)
         accumulator = accumulator * decay + codes @ v[keys] * scale
         maximum = new_maximum
@@ -122,14 +127,14 @@ def test_cached_attention_is_attention_bit_for_bit(length, name, precisions, qkv
     positions, segments = one_segment(2, length)
     expected = attend(q, k, v, positions, segments, precision)
     # Prefill at once, and in a longer cache.
-    for num_slots in (cache_length(length), cache_length(length) + 128):
+    for num_slots in (length, length + 128):
         cache = filled(k, v, precision, num_slots)
-        assert_same_bits(attend_cache(q, *cache, positions, precision), expected)
+        assert_same_bits(attend_cache(q, cache, positions, precision), expected)
     # One token at a time, rows at different positions.
     for t in (0, 17, length - 1):
         at = jnp.array([[t], [length - 1 - t]], jnp.int32)
         out = attend_cache(
-            jnp.take_along_axis(q, at[:, :, None, None], 1), *cache, at, precision
+            jnp.take_along_axis(q, at[:, :, None, None], 1), cache, at, precision
         )
         assert_same_bits(out, jnp.take_along_axis(expected, at[:, :, None, None], 1))
 
@@ -181,92 +186,118 @@ def test_unwritten_slots_change_nothing(name, precisions, qkv):
     q, k, v = qkv(200)
     at = jnp.array([[99], [99]], jnp.int32)
     clean = attend_cache(
-        q[:, 99:100], *filled(k[:, :100], v[:, :100], precision, 256), at, precision
+        q[:, 99:100], filled(k[:, :100], v[:, :100], precision, 256), at, precision
     )
     dirty_k, dirty_v = (x.at[:, 100:].multiply(100) for x in (k, v))
     stale = filled(dirty_k, dirty_v, precision, 256)
-    assert_same_bits(attend_cache(q[:, 99:100], *stale, at, precision), clean)
+    assert_same_bits(attend_cache(q[:, 99:100], stale, at, precision), clean)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_a_query_that_sees_no_key_gives_zero(precisions, qkv, name):
     q, k, v = qkv(20)
-    k, v = filled(k, v, precisions[name])
+    cache = filled(k, v, precisions[name])
     out = attend_cache(
-        q[:, :1], k, v, jnp.full((2, 1), -1, jnp.int32), precisions[name]
+        q[:, :1], cache, jnp.full((2, 1), -1, jnp.int32), precisions[name]
     )
     np.testing.assert_array_equal(f64(out), np.zeros(out.shape))
 
 
-def with_scales(x, fn):
-    return ScaledArray(x.codes, fn(x.scales), x.block)
+def corrupt(**changes):
+    """Replaces arrays of a cache by functions of the cache."""
+
+    def apply(cache):
+        return dataclasses.replace(cache, **{k: fn(cache) for k, fn in changes.items()})
+
+    return apply
+
+
+def repeat_slot(columns):
+    """The first row's first slot once more, in its last."""
+
+    def fn(x):
+        last, first = (column_of(i) if columns else i for i in (127, 0))
+        return x.at[..., last].set(x[..., first])
+
+    return fn
 
 
 CORRUPTIONS = {
-    "key scales doubled": (lambda k, v: (with_scales(k, lambda s: s * 2), v)),
-    "value scales doubled": (lambda k, v: (k, with_scales(v, lambda s: s * 2))),
-    "scales left at 1": (lambda k, v: (k, with_scales(v, jnp.ones_like))),
-    "scales of neighbouring slots swapped": (
-        lambda k, v: (k, with_scales(v, lambda s: jnp.roll(s, 1, axis=2)))
+    "key scales doubled": corrupt(k_scales=lambda c: c.k_scales * 2),
+    "value scales doubled": corrupt(v_scales=lambda c: c.v_scales * 2),
+    "value scales left at 1": corrupt(v_scales=lambda c: jnp.ones_like(c.v_scales)),
+    "scales of neighbouring slots swapped": corrupt(
+        v_scales=lambda c: jnp.roll(c.v_scales, 1, axis=3)
     ),
-    "scales of the heads swapped": (
-        lambda k, v: (with_scales(k, lambda s: s[:, ::-1]), v)
+    "scales of the heads swapped": corrupt(k_scales=lambda c: c.k_scales[:, :, ::-1]),
+    "scales of keys and values swapped": corrupt(
+        k_scales=lambda c: c.v_scales, v_scales=lambda c: c.k_scales
     ),
-    "scales of keys and values swapped": (
-        lambda k, v: (
-            with_scales(k, lambda _: v.scales),
-            with_scales(v, lambda _: k.scales),
-        )
+    "stale value slot": corrupt(
+        v=lambda c: repeat_slot(columns=True)(c.v),
+        v_scales=lambda c: repeat_slot(columns=False)(c.v_scales),
     ),
-    "stale value slot": (
-        lambda k, v: (
-            k,
-            jax.tree.map(lambda x: x.at[:, :, -1].set(x[:, :, 0]), v),
-        )
+    "stale key slot": corrupt(
+        k=lambda c: repeat_slot(columns=False)(c.k.mT).mT,
+        k_scales=lambda c: repeat_slot(columns=False)(c.k_scales),
     ),
-    "stale key slot": (
-        lambda k, v: (
-            jax.tree.map(lambda x: x.at[:, :, -1].set(x[:, :, 0]), k),
-            v,
-        )
+    "values not permuted": corrupt(
+        v=lambda c: c.v[..., column_of(jnp.arange(128, dtype=jnp.int32))]
     ),
+    "stale page": corrupt(page_table=lambda c: c.page_table.at[:, 1].set(0)),
+    "pages swapped": corrupt(page_table=lambda c: c.page_table[:, ::-1]),
+    "pages of another row": corrupt(page_table=lambda c: c.page_table[::-1]),
 }
 
 
 @pytest.mark.parametrize("corruption", [None, *CORRUPTIONS])
-def test_a_wrong_scale_or_stale_slot_breaks_the_bound(
+def test_a_wrong_scale_or_stale_page_breaks_the_bound(
     corruption, precisions, qkv, reference, causal
 ):
     # The bound of the first test holds for the true cache and for no other.
-    length = 128
+    length = 256
     q, k, v = qkv(length)
     expected = reference(q, k, v, causal(length), "fp8")
     cache = filled(k, v, precisions["fp8"])
     if corruption:
-        cache = CORRUPTIONS[corruption](*cache)
+        cache = CORRUPTIONS[corruption](cache)
     positions, _ = one_segment(2, length)
-    out = attend_cache(q, *cache, positions, precisions["fp8"])
+    out = attend_cache(q, cache, positions, precisions["fp8"])
     error = abs(f64(out) - expected.out())
     assert (error <= expected.out_bound()).all() == (corruption is None)
+
+
+def test_a_non_finite_token_reaches_nobody_else(precisions, qkv):
+    # A page that was another sequence's, with a NaN and an inf past our length.
+    precision = precisions["fp8"]
+    q, k, v = qkv(200)
+    at = jnp.array([[99], [99]], jnp.int32)
+    clean = attend_cache(q[:, 99:100], filled(k, v, precision), at, precision)
+    bad_k, bad_v = (x.at[:, 120].set(jnp.nan).at[:, 130].set(jnp.inf) for x in (k, v))
+    dirty = filled(bad_k, bad_v, precision)
+    assert_same_bits(attend_cache(q[:, 99:100], dirty, at, precision), clean)
+    # Its own sequence sees it.
+    later = jnp.array([[121], [121]], jnp.int32)
+    out = attend_cache(q[:, 121:122], dirty, later, precision)
+    assert not np.isfinite(f64(out)).any()
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_uniform_attention_over_4096_keys(precisions, qkv, name):
     _, k, v = qkv(4096, batch=1, heads=1, kv_heads=1)
     v = jnp.abs(v)
-    k_cache, v_cache = filled(k, v, precisions[name])
+    cache = filled(k, v, precisions[name])
     out = attend_cache(
         jnp.zeros((1, 1, 1, 64), jnp.bfloat16),
-        k_cache,
-        v_cache,
+        cache,
         jnp.full((1, 1), 4095, jnp.int32),
         precisions[name],
     )
     # Equal probabilities: an FP8 one, times a power-of-two scale, is exact.
     values = f64(v)
     if precisions[name].kv_cache:
-        scales = f64(v_cache.scales)
-        values = (f64(v_cache.codes) * scales)[0].transpose(1, 0, 2)[None]
+        rows = f64(stored_values(cache.v, cache.v_scales))[0, cache.page_table[0], 0]
+        values = rows.reshape(1, -1, 1, 64)
     np.testing.assert_allclose(f64(out)[0], values.mean(1), rtol=2.0**-8)
 
 
@@ -283,7 +314,7 @@ def test_small_probabilities_survive(precisions, reference):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
     out = attend_cache(
         q,
-        *filled(k, v, precisions["fp8"]),
+        filled(k, v, precisions["fp8"]),
         jnp.full((1, 1), num_keys - 1, jnp.int32),
         precisions["fp8"],
     )

@@ -1,4 +1,6 @@
-"""Layout of the cache, and what `write_kv` stores."""
+"""Layout of the cache, and what it stores."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -6,106 +8,160 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8rl_jax.attention import KVCache, cache_length, write_kv
+from fp8rl_jax.attention import KVCache, page_size
+from fp8rl_jax.attention.layout import column_of, stored_values
 
-LAYERS, BATCH, HEADS, SLOTS, HEAD_DIM = 2, 3, 2, 16, 64
-write = jax.jit(write_kv)
+LAYERS, HEADS, PAGE, HEAD_DIM = 2, 2, 16, 64
+# Three rows of at most two pages; page 0 is nobody's.
+TABLE = np.array([[3, 1], [5, -1], [2, 4]], np.int32)
+NUM_PAGES = 6
+
+
+@jax.jit
+def store(cache, layer, k, v, positions):
+    return cache.store(layer, k, v, cache.place(positions))
 
 
 @pytest.fixture
 def empty(precisions):
     def make(name):
-        return KVCache.create(LAYERS, BATCH, HEADS, SLOTS, HEAD_DIM, precisions[name]).k
+        table = jnp.asarray(TABLE)
+        shape = LAYERS, NUM_PAGES, HEADS, PAGE, HEAD_DIM
+        return KVCache.create(*shape, table, precisions[name])
 
     return make
 
 
 @pytest.fixture
 def new():
-    """[B, T, K, H] keys whose sizes differ by token."""
+    """Keys and values [B, T, K, H] whose sizes differ by token."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((BATCH, 4, HEADS, HEAD_DIM))
-    x *= 2.0 ** rng.integers(-8, 8, (BATCH, 4, HEADS, 1))
-    return jnp.asarray(x, jnp.bfloat16)
+
+    def draw():
+        x = rng.standard_normal((3, 4, HEADS, HEAD_DIM))
+        x *= 2.0 ** rng.integers(-8, 8, (3, 4, HEADS, 1))
+        return jnp.asarray(x, jnp.bfloat16)
+
+    return draw(), draw()
 
 
-def values(entries):
-    if hasattr(entries, "codes"):
-        codes, scales = (
-            np.asarray(x, np.float64) for x in (entries.codes, entries.scales)
-        )
-        return codes * scales
-    return np.asarray(entries, np.float64)
+def f64(x):
+    return np.asarray(x, np.float64)
 
 
-def reference_values(x):
+def stored(cache):
+    """Keys and values that the pages stand for, [L, P, K, page, H]."""
+    if cache.k_scales is None:
+        return f64(cache.k), f64(cache.v)
+    k = f64(cache.k) * f64(cache.k_scales)[..., None]
+    return k, f64(stored_values(cache.v, cache.v_scales))
+
+
+def quantised(x):
     """Each token and head on its own: power-of-two scale >= amax / 448, e4m3 codes."""
-    x = np.asarray(x, np.float64)
+    x = f64(x)
     scale = 2.0 ** np.ceil(np.log2(np.abs(x).max(-1, keepdims=True) / 448))
-    return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    return f64((x / scale).astype(ml_dtypes.float8_e4m3fn)) * scale
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "slots"), [(1, 8), (16, 16), (17, 24), (128, 128), (129, 256)]
+    ("num_tokens", "head_dim", "size"),
+    [(1, 128, 128), (129, 128, 128), (129, 64, 128), (128, 64, 128), (17, 64, 32)],
 )
-def test_cache_length_is_whole_blocks(num_tokens, slots):
-    assert cache_length(num_tokens) == slots
+def test_page_size(num_tokens, head_dim, size):
+    assert page_size(num_tokens, head_dim) == size
 
 
 def test_layout(empty):
-    shape = (LAYERS, BATCH, HEADS, SLOTS, HEAD_DIM)
-    assert (empty("bf16").shape, empty("bf16").dtype) == (shape, jnp.bfloat16)
+    shape = (LAYERS, NUM_PAGES, HEADS, PAGE, HEAD_DIM)
+    cache = empty("bf16")
+    assert [(x.shape, x.dtype) for x in cache.arrays()] == [(shape, jnp.bfloat16)] * 2
     for name in ("fp8_kv", "fp8"):
-        entries = empty(name)
-        assert (entries.shape, entries.codes.dtype) == (shape, jnp.float8_e4m3fn)
-        assert entries.scales.shape == (*shape[:-1], 1)
-        assert entries.block == (1, HEAD_DIM)
+        k, v, *scales = empty(name).arrays()
+        assert (k.shape, k.dtype) == (shape, jnp.float8_e4m3fn)
+        assert (v.shape, v.dtype) == ((*shape[:3], HEAD_DIM, PAGE), jnp.float8_e4m3fn)
+        for x in scales:
+            assert (x.shape, x.dtype) == (shape[:4], jnp.float32)
+    assert cache.page_size == PAGE
+
+
+def test_columns_of_values():
+    # Column 16 j + 4 t + i holds slot 16 j + 2 t + (i & 1) + 8 (i >> 1).
+    slots = [
+        16 * j + 2 * t + (i & 1) + 8 * (i >> 1)
+        for j in range(2)
+        for t in range(4)
+        for i in range(4)
+    ]
+    np.testing.assert_array_equal(column_of(np.array(slots)), np.arange(32))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_tokens_go_to_their_positions(name, empty, new):
-    # Row 0 writes at its start, row 1 anywhere, row 2 partly outside: dropped there.
-    positions = np.array([[0, 1, 2, 3], [15, 4, 9, 7], [14, 15, 16, 40]], np.int32)
-    entries = write(empty(name), jnp.int32(1), new, jnp.asarray(positions))
-    stored = np.asarray(new, np.float64) if name == "bf16" else reference_values(new)
-    expected = np.zeros((LAYERS, BATCH, HEADS, SLOTS, HEAD_DIM))
-    for row in range(BATCH):
-        for t, position in enumerate(positions[row]):
-            if position < SLOTS:
-                expected[1, row, :, position] = stored[row, t]
-    np.testing.assert_array_equal(values(entries), expected)
+def test_tokens_go_to_their_pages(name, empty, new):
+    # Row 0 begins a page, row 1 goes anywhere and where it has no page, row 2 partly
+    # outside: dropped there, as is a negative position.
+    positions = np.array([[0, 1, 2, 3], [15, 4, 16, 7], [30, 31, 32, -1]], np.int32)
+    cache = store(empty(name), jnp.int32(1), *new, jnp.asarray(positions))
+    for x, pages in zip(new, stored(cache), strict=True):
+        values = f64(x) if name == "bf16" else quantised(x)
+        expected = np.zeros((LAYERS, NUM_PAGES, HEADS, PAGE, HEAD_DIM))
+        for row, t in np.ndindex(positions.shape):
+            entry, slot = divmod(positions[row, t], PAGE)
+            page = TABLE[row, entry] if 0 <= entry < 2 else -1
+            if page >= 0:
+                expected[1, page, :, slot] = values[row, t]
+        np.testing.assert_array_equal(pages, expected)
 
 
 def test_values_are_exact_in_bfloat16(empty, new):
-    positions = jnp.tile(jnp.arange(4, dtype=jnp.int32)[None], (BATCH, 1))
-    stored = values(write(empty("fp8"), jnp.int32(0), new, positions))
-    np.testing.assert_array_equal(stored, stored.astype(ml_dtypes.bfloat16))
+    positions = jnp.tile(jnp.arange(4, dtype=jnp.int32)[None], (3, 1))
+    for pages in stored(store(empty("fp8"), jnp.int32(0), *new, positions)):
+        np.testing.assert_array_equal(pages, pages.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_non_finite_token_has_codes_0_and_scale_nan(bad, empty, new):
+    positions = jnp.tile(jnp.arange(4, dtype=jnp.int32)[None], (3, 1))
+    k, v = (x.at[0, 2, 1, 5].set(bad) for x in new)
+    cache = store(empty("fp8"), jnp.int32(0), k, v, positions)
+    at = 0, TABLE[0, 0], 1
+    assert np.isnan(cache.k_scales[*at, 2]) and np.isnan(cache.v_scales[*at, 2])
+    assert not np.any(f64(cache.k)[*at, 2])
+    assert not np.any(f64(cache.v)[*at, :, column_of(2)])
+    assert np.isfinite(cache.k_scales).sum() == cache.k_scales.size - 1
 
 
 def test_an_entry_is_quantised_once(empty, new):
     # Token by token or at once: the same bits; what is stored is not touched again.
-    at_once = write(
-        empty("fp8"),
-        jnp.int32(0),
-        new,
-        jnp.tile(jnp.arange(4, dtype=jnp.int32)[None], (BATCH, 1)),
-    )
-    entries = empty("fp8")
+    layer = jnp.int32(0)
+    positions = jnp.tile(jnp.arange(4, dtype=jnp.int32)[None], (3, 1))
+    at_once = store(empty("fp8"), layer, *new, positions)
+    cache = empty("fp8")
     for t in range(4):
-        at = jnp.full((BATCH, 1), t, jnp.int32)
-        entries = write(entries, jnp.int32(0), new[:, t : t + 1], at)
-    for a, b in zip(jax.tree.leaves(entries), jax.tree.leaves(at_once), strict=True):
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+        one = (x[:, t : t + 1] for x in new)
+        cache = store(cache, layer, *one, positions[:, t : t + 1])
+    for a, b in zip(cache.arrays(), at_once.arrays(), strict=True):
+        np.testing.assert_array_equal(f64(a), f64(b))
+
+
+def test_rows_with_most_work_come_first(empty):
+    where = empty("bf16").place(jnp.array([[3], [-1], [20]], jnp.int32))
+    np.testing.assert_array_equal(where.order, [2, 0, 1])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_repeat_rows_keeps_samples_of_a_prompt_together(name, empty, new):
-    positions = jnp.tile(jnp.arange(4, dtype=jnp.int32)[None], (BATCH, 1))
-    k = write(empty(name), jnp.int32(0), new, positions)
-    v = write(empty(name), jnp.int32(1), new, positions)
-    repeated = KVCache(k, v).repeat_rows(2)
-    for entries, original in ((repeated.k, k), (repeated.v, v)):
-        for row in range(2 * BATCH):
-            np.testing.assert_array_equal(
-                values(entries)[:, row], values(original)[:, row // 2]
-            )
+def test_copied_pages(name, empty, new):
+    positions = jnp.tile(jnp.arange(4, dtype=jnp.int32)[None], (3, 1))
+    cache = store(empty(name), jnp.int32(1), *new, positions)
+    source, target = np.array([3, 0, 5]), np.array([0, -1, 4])
+    copied = jax.jit(KVCache.copy_pages)(cache, source, target)
+    for old, now in zip(stored(cache), stored(copied), strict=True):
+        np.testing.assert_array_equal(now[:, [0, 4]], old[:, [3, 5]])
+        np.testing.assert_array_equal(now[:, [1, 2, 3, 5]], old[:, [1, 2, 3, 5]])
+    table = jnp.asarray(TABLE[::-1].copy())
+    assert copied.with_table(table) == dataclasses.replace(copied, page_table=table)
+
+
+def test_a_page_holds_whole_groups(precisions):
+    with pytest.raises(ValueError, match="multiple of 16 tokens, got 24"):
+        KVCache.create(1, 1, 1, 24, 64, jnp.zeros((1, 1), jnp.int32), precisions["fp8"])

@@ -23,7 +23,7 @@ def test_token_rows():
     assert batch.tokens.shape == mask.shape == (2, 8)
     np.testing.assert_array_equal(batch.tokens[:, :4], [[1, 2, 3, 0], [4, 6, 7, 0]])
     np.testing.assert_array_equal(batch.targets[:, :4], [[2, 3, 5, 0], [6, 7, 8, 0]])
-    np.testing.assert_array_equal(batch.segments[:, :4], [[1, 1, 1, 0]] * 2)
+    assert batch.segments is None
     np.testing.assert_array_equal(batch.positions, [np.arange(8)] * 2)
     assert not any(x[:, 3:].any() for x in (batch.tokens, batch.targets, mask))
     # Exactly the completions are trained on.

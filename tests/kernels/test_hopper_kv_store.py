@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8rl_jax.attention.kv_cache import quantize_kv
+from fp8rl_jax.attention.layout import quantize_tokens
 from fp8rl_jax.kernels import hopper_kv_store as kv_store
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -150,7 +150,7 @@ def test_new_pages():
 def test_codes_are_the_references():
     k = normal(9, 128, 1, 128)
     codes, _, scales, _ = run(kv_store.quantize_kv_pages, k, k)
-    expected = quantize_kv(jnp.asarray(k[None]).swapaxes(1, 2))
+    expected = quantize_tokens(jnp.asarray(k[None]).swapaxes(1, 2))
     assert_same(
         [codes, scales[..., None]],
         [np.asarray(expected.codes), np.asarray(expected.scales)],

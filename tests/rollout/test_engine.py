@@ -188,23 +188,14 @@ def test_padding_ids_are_never_drawn(params, rollouts):
 
 def test_samples_of_a_prompt_share_its_prefill(weights):
     """Prefill arithmetic does not grow with the number of samples."""
-    prompts = {
-        "tokens": np.zeros((2, 512), np.int32),
-        "lengths": np.full((2,), 512, np.int32),
-        "active": np.ones((2,), bool),
-    }
 
     def flops(num_samples):
-        lowered = engine._generate.lower(
-            weights,
-            prompts | {"sample_ids": np.zeros((2, num_samples), np.int32)},
-            np.uint32(0),
-            np.uint32(0),
-            config=CONFIG,
-            precision=PRECISION,
-            sampling=dataclasses.replace(SAMPLING, num_samples=num_samples),
-            vocab_size=VOCAB_SIZE,
-        )
+        sampling = dataclasses.replace(SAMPLING, num_samples=num_samples)
+        prompts = Prompts([[0] * 512] * 2, np.zeros((2, num_samples), np.int32))
+        program = Engine(CONFIG, PRECISION, VOCAB_SIZE)._program(prompts, sampling)
+        arrays, static = program
+        zero = np.uint32(0)
+        lowered = engine._generate.lower(weights, arrays, zero, zero, **static)
         return lowered.cost_analysis()["flops"]
 
     assert flops(8) < 1.2 * flops(1)

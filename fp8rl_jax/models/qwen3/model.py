@@ -5,7 +5,7 @@ References:
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from fp8rl_jax.attention import KVCache, attention, cached_attention, write_kv
+from fp8rl_jax.attention import KVCache, Placement, attention, cached_attention
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.fp8.fused import add_and_norm, norm_gated_mlp, norm_linear, rms_norm
 from fp8rl_jax.fp8.gradient_ref import GradientRef
@@ -27,6 +27,18 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+
+class Rows(NamedTuple):
+    """Which tokens of a batch without a cache belong together.
+
+    Attributes:
+      positions: int32 [B, T], within the sequence.
+      segments: int32 [B, T], the sequence; None if a row is one.
+    """
+
+    positions: Int[Array, "B T"]
+    segments: Int[Array, "B T"] | None
 
 
 class RMSNorm(nnx.Module):
@@ -82,8 +94,7 @@ class Attention(nnx.Module):
         self,
         qkv: Float[Array, "B T E"],
         rope: tuple[Float[Array, "B T h"], Float[Array, "B T h"]],
-        positions: Int[Array, "B T"],
-        segments: Int[Array, "B T"] | None,
+        tokens: Rows | Placement,
         cache: KVCache | None,
         layer: Int[Array, ""],
         precision: Precision,
@@ -98,16 +109,10 @@ class Attention(nnx.Module):
         q = self._norm_and_rotate(q, self.q_norm, *rope)
         k = self._norm_and_rotate(k, self.k_norm, *rope)
         if cache is None:
-            out = attention(q, k, v, positions, segments, precision)
+            out = attention(q, k, v, tokens.positions, tokens.segments, precision)
         else:
-            cache = KVCache(
-                write_kv(cache.k, layer, k, positions),
-                write_kv(cache.v, layer, v, positions),
-            )
-            here = jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), cache
-            )
-            out = cached_attention(q, here.k, here.v, positions, precision)
+            cache = cache.store(layer, k, v, tokens)
+            out = cached_attention(q, cache, layer, tokens, precision)
         return self.o_proj(out.reshape(batch, length, -1), precision), cache
 
 
@@ -133,7 +138,7 @@ class Block(nnx.Module):
         self.post_attention_norm = RMSNorm(params["post_attention_norm"]["scale"], eps)
         self.mlp = MLP(config, params["mlp"])
 
-    def __call__(self, residual, update, rope, positions, segments, cache, layer, p):
+    def __call__(self, residual, update, rope, tokens, cache, layer, p):
         """Returns the residual, the update still to be added to it, and the cache."""
         norm, qkv_proj = self.input_norm, self.attention.qkv_proj
         residual, qkv = norm_linear(
@@ -145,9 +150,7 @@ class Block(nnx.Module):
             p.linear,
             qkv_proj.gradient_ref,
         )
-        update, cache = self.attention(
-            qkv, rope, positions, segments, cache, layer, precision=p
-        )
+        update, cache = self.attention(qkv, rope, tokens, cache, layer, precision=p)
         norm = self.post_attention_norm
         projections = self.mlp.gate_up_proj, self.mlp.down_proj
         residual, update = norm_gated_mlp(
@@ -222,14 +225,15 @@ class Qwen3(nnx.Module):
 
         Without a cache, tokens attend causally within their segment of the row
         (training, scoring). With one, they are stored at their positions and attend to
-        every slot up to their own (prefill and decoding).
+        every slot up to their own (prefill and decoding): one token a row, or
+        consecutive ones from a multiple of the cache's page size on.
 
         Args:
           tokens: token ids.
           positions: position of each token in its sequence, from 0.
           precision: what runs in FP8.
-          segments: id of each token's sequence; 0 marks padding. One sequence a row if
-            None.
+          segments: id of each token's sequence; 0 marks padding. None: one sequence a
+            row, perhaps with padding after it.
           cache: key-value cache of the batch.
           remat: name of the rematerialisation policy: "none", "full" or "dots".
           gradients: buffers like the layers' weights. If given, the backward pass adds
@@ -243,8 +247,7 @@ class Qwen3(nnx.Module):
         embedding = self.embed.embedding.get_value()
         residual = round_to(jnp.take(embedding, tokens, axis=0), dtype)
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
-        if segments is None:
-            segments = jnp.ones_like(tokens)
+        where = Rows(positions, segments) if cache is None else cache.place(positions)
         graph, stacked = nnx.split(self.layers)
 
         def layer_step(carry, xs):
@@ -253,9 +256,7 @@ class Qwen3(nnx.Module):
             block = nnx.merge(graph, weights)
             if gradients is not None:
                 _add_gradients_to(block, gradients, layer)
-            carry = block(
-                residual, update, rope, positions, segments, cache, layer, precision
-            )
+            carry = block(residual, update, rope, where, cache, layer, precision)
             return carry, None
 
         if remat != "none":

@@ -1,0 +1,389 @@
+"""Attention on raw arrays: the reference of each operation and its Hopper kernels."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fp8rl_jax.attention.layout import column_of, quantize_tokens, rows_of_values
+from fp8rl_jax.attention.reference import attention_backward, attention_forward
+from fp8rl_jax.fp8 import BLOCK, ScaledArray, dequantize
+from fp8rl_jax.fp8.quantize import E4M3, pad_to_multiple
+from fp8rl_jax.implementation import PlatformFunction, one_at_a_time
+from fp8rl_jax.kernels import (
+    cudnn_attention,
+    hopper_kv_store,
+    hopper_paged_attention,
+    hopper_paged_decode,
+)
+
+_HEAD_DIM = 128  # that of every Qwen3
+
+
+def _group(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K GT H"]:
+    """Rows of one KV head together: [B, K, G*T, H], the G query heads outermost."""
+    b, t, n, h = q.shape
+    return q.swapaxes(1, 2).reshape(b, num_kv_heads, n // num_kv_heads * t, h)
+
+
+def _ungroup(out: Float[Array, "B K GT H"], num_queries: int):
+    b, _, _, h = out.shape
+    return out.reshape(b, -1, num_queries, h).swapaxes(1, 2)
+
+
+def _round_trip(x):
+    """The values that the quantised tokens stand for, in the dtype of ``x``: exact."""
+    return dequantize(quantize_tokens(x), x.dtype)
+
+
+# Attention of rows over themselves.
+
+
+def _attend_self(q, k, v, positions, segments=None, *, precision, dtype):
+    if segments is None:
+        segments = jnp.ones_like(positions)
+    num_kv_heads = k.shape[2]
+    q, k, v = _group(q, num_kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    if precision.attention:
+        q, k, v = map(quantize_tokens, (q, k, v))
+    elif precision.kv_cache:
+        k, v = map(_round_trip, (k, v))
+    tokens = positions, segments
+    out, lse = attention_forward(q, k, v, *tokens, *tokens, out_dtype=dtype)
+    batch, length = positions.shape
+    return _ungroup(out, length), lse.reshape(batch, -1, length)
+
+
+def _blocks(positions, segments):
+    """The first and the own page of each block of 128 queries; -1: only padding.
+
+    The pages are those of all rows, one after the other.
+    """
+    starts = positions[:, ::BLOCK]
+    own = jnp.arange(starts.size, dtype=jnp.int32).reshape(starts.shape)
+    first = own - starts // BLOCK
+    if segments is not None:
+        own = jnp.where(segments[:, ::BLOCK] == 0, -1, own)
+    return first.reshape(-1), own.reshape(-1)
+
+
+def _attend_self_on_hopper(q, k, v, positions, segments=None, *, precision, dtype):
+    batch, length, num_heads, _ = q.shape
+    tokens = [positions] if segments is None else [positions, segments]
+    q, k, v = (pad_to_multiple(x, (BLOCK, 1, 1)) for x in (q, k, v))
+    tokens = [pad_to_multiple(x, (BLOCK,)) for x in tokens]
+    if segments is None:  # the padded positions continue the row
+        tokens[0] = jnp.broadcast_to(
+            jnp.arange(q.shape[1], dtype=jnp.int32)[None], (batch, q.shape[1])
+        )
+    first, own = _blocks(*tokens, *[None] * (segments is None))
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    out, lse = _attend_on_hopper(
+        q,
+        jnp.arange(k.shape[0] // BLOCK, dtype=jnp.int32)[None],
+        jnp.zeros_like(own),
+        first,
+        own,
+        jnp.int32(0),
+        *(x[None] for x in _pages(k, v, precision.attention)),
+        fp8=precision.attention,
+    )
+    out = out.reshape(batch, -1, *out.shape[1:])[:, :length]
+    lse = lse.reshape(num_heads, batch, -1).swapaxes(0, 1)
+    return out, lse[:, :, :length]
+
+
+def _pages(k, v, fp8):
+    """Keys and values [T, K, H] as pages."""
+    if fp8:
+        return hopper_kv_store.quantize_kv_pages(k, v)
+    return [x.reshape(-1, BLOCK, *x.shape[1:]).swapaxes(1, 2) for x in (k, v)]
+
+
+def _attend_on_hopper(q, page_table, row, first, own, layer, k, v, *scales, fp8):
+    """Of query blocks [Tq, N, H] over pages."""
+    extra = {}
+    if fp8:
+        q, q_scales = _codes(q)
+        k_scales, v_scales = scales
+        extra = dict(
+            q_scales=q_scales.T,
+            k_scales=k_scales,
+            v_scales=v_scales,
+        )
+    return hopper_paged_attention.paged_attention(
+        q, k, v, page_table, row, first, own, layer, **extra
+    )
+
+
+def _codes(x):
+    q = quantize_tokens(x)
+    return q.codes, q.scales[..., 0]
+
+
+def _self_types(q, *_, precision, dtype):
+    del precision
+    batch, length, heads, _ = q
+    return [(q, dtype), ((batch, heads, length), jnp.float32)]
+
+
+def _no_kernel_for_self(q, *_, precision, dtype):
+    return _no_kernel(q[-1], dtype, precision.kv_cache == precision.attention)
+
+
+def _no_kernel(head_dim, dtype, one_recipe=True, page=BLOCK) -> str | None:
+    if head_dim != _HEAD_DIM or page != BLOCK:
+        return (
+            f"Attention kernels are for head_dim {_HEAD_DIM} and pages of {BLOCK}, got "
+            f"{head_dim} and {page}."
+        )
+    if dtype != jnp.bfloat16:
+        return f"Attention kernels are for bfloat16, got {dtype.name}."
+    if not one_recipe:
+        return "Attention kernels take FP8 queries over an FP8 cache, or neither."
+    return None
+
+
+attend_self = PlatformFunction(
+    "attend_self",
+    _self_types,
+    _attend_self,
+    {"mosaic": one_at_a_time(_attend_self_on_hopper)},
+    no_kernel=_no_kernel_for_self,
+)
+
+
+# Its gradient.
+
+
+def _values(q, k, v, precision):
+    """What the products see, in bfloat16."""
+    if precision.attention:
+        q = _round_trip(q)
+    if precision.kv_cache:
+        k, v = map(_round_trip, (k, v))
+    return q, k, v
+
+
+def _differentiate(
+    d_out, out, lse, q, k, v, positions, segments=None, *, precision, dtype
+):
+    if segments is None:
+        segments = jnp.ones_like(positions)
+    batch, length = positions.shape
+    num_kv_heads = k.shape[2]
+    q, k, v = _values(q, k, v, precision)
+    rows = [_group(x, num_kv_heads) for x in (d_out, out)]
+    lse = lse.reshape(batch, num_kv_heads, -1)
+    heads = _group(q, num_kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    tokens = positions, segments
+    dq, dk, dv = attention_backward(*rows, lse, *heads, *tokens, *tokens)
+    return _ungroup(dq, length), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+
+
+def _differentiate_on_hopper(
+    d_out, out, lse, q, k, v, positions, segments=None, *, precision, dtype
+):
+    length = q.shape[1]
+    arrays = d_out, out, *_values(q, k, v, precision)
+    arrays = [pad_to_multiple(x, (BLOCK, 1, 1)) for x in arrays]
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -length % BLOCK)), constant_values=jnp.inf)
+    sequences = () if segments is None else _sequences(positions, segments)
+    gradients = cudnn_attention.attention_backward(*arrays, lse, *sequences)
+    gradients = [x[:, :length] for x in gradients]
+    if segments is not None:
+        real = (segments != 0)[:, :, None, None]
+        gradients = [jnp.where(real, x, jnp.zeros_like(x)) for x in gradients]
+    return tuple(gradients)
+
+
+def _sequences(positions, segments):
+    """First token and length of the sequence that begins at each block; -1 if none."""
+    positions, segments = (pad_to_multiple(x, (BLOCK,)) for x in (positions, segments))
+    num_blocks = segments.shape[1] // BLOCK
+    ids = segments[:, ::BLOCK]
+    begins = (positions[:, ::BLOCK] == 0) & (ids != 0)
+    starts = BLOCK * jnp.arange(num_blocks, dtype=jnp.int32)[None]
+    lengths = jnp.sum(segments[:, None] == ids[:, :, None], -1, dtype=jnp.int32)
+    return jnp.where(begins, starts, -1), lengths
+
+
+differentiate = PlatformFunction(
+    "attend_self_backward",
+    lambda d_out, out, lse, q, k, v, *_, precision, dtype: [
+        (shape, dtype) for shape in (q, k, v)
+    ],
+    _differentiate,
+    {"mosaic": one_at_a_time(_differentiate_on_hopper)},
+    no_kernel=_no_kernel_for_self,
+)
+
+
+# Attention of new tokens over a cache.
+
+
+def _gather(q, page_table, layer, k, v, *scales):
+    """Keys and values of each row, [B, K, S, H], with their scales if they have any."""
+    table = jnp.maximum(page_table, 0)
+
+    def pages(x):
+        return jnp.moveaxis(x[layer][table], 1, 2)
+
+    def rows(x):
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    k, v, *scales = (pages(x) for x in (k, v, *scales))
+    if not scales:
+        return rows(k), rows(v)
+    block = (1, q.shape[-1])
+    k_scales, v_scales = (rows(x)[..., None] for x in scales)
+    return (
+        ScaledArray(rows(k), k_scales, block),
+        ScaledArray(rows(rows_of_values(v)), v_scales, block),
+    )
+
+
+def _attend_pages(q, positions, order, page_table, layer, k, v, *scales, fp8, dtype):
+    del order
+    keys, values = _gather(q, page_table, layer, k, v, *scales)
+    q = _group(q, keys.shape[1])
+    if fp8:
+        q = quantize_tokens(q)
+    elif scales:
+        keys, values = dequantize(keys, dtype), dequantize(values, dtype)
+    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    slots = jnp.broadcast_to(slots[None], (q.shape[0], slots.size))
+    out, _ = attention_forward(
+        q,
+        keys,
+        values,
+        positions,
+        jnp.ones_like(positions),
+        slots,
+        jnp.ones_like(slots),
+        out_dtype=dtype,
+    )
+    return (_ungroup(out, positions.shape[1]),)
+
+
+def _attend_pages_on_hopper(q, positions, order, page_table, layer, *pool, fp8, dtype):
+    if q.shape[1] == 1:
+        return (_decode_on_hopper(q, positions, order, page_table, layer, *pool),)
+    batch, length, num_heads, head_dim = q.shape
+    q = pad_to_multiple(q, (BLOCK, 1, 1))
+    own = positions[:, ::BLOCK] // BLOCK
+    own = jnp.where(jnp.take_along_axis(page_table, own, axis=1) < 0, -1, own)
+    row = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], own.shape)
+    out, _ = _attend_on_hopper(
+        q.reshape(-1, num_heads, head_dim),
+        page_table,
+        row.reshape(-1),
+        jnp.zeros(own.size, jnp.int32),
+        own.reshape(-1),
+        layer,
+        *pool,
+        fp8=fp8,
+    )
+    return (out.reshape(q.shape)[:, :length],)
+
+
+def _decode_on_hopper(q, positions, order, page_table, layer, k, v, *scales):
+    """One query a row."""
+    grouped = q.shape[0], k.shape[2], -1
+    extra = {}
+    if scales:
+        codes, q_scales = _codes(q)
+        extra = dict(
+            q_scales=q_scales.reshape(grouped), k_scales=scales[0], v_scales=scales[1]
+        )
+    out = hopper_paged_decode.paged_decode(
+        (codes if scales else q).reshape(*grouped, q.shape[-1]),
+        k,
+        v,
+        page_table,
+        positions[:, 0] + 1,
+        layer,
+        order=order,
+        **extra,
+    )
+    return out.reshape(q.shape)
+
+
+attend_pages = PlatformFunction(
+    "attend_pages",
+    lambda q, *_, fp8, dtype: [(q, dtype)],
+    _attend_pages,
+    {"mosaic": one_at_a_time(_attend_pages_on_hopper)},
+    no_kernel=lambda q, positions, order, table, layer, k, v, *scales, fp8, dtype: (
+        _no_kernel(q[-1], dtype, bool(scales) == fp8, k[3])
+    ),
+)
+
+
+# New keys and values into a cache.
+
+
+def _store(k_new, v_new, pages, slots, layer, k, v, *scales, dtype):
+    pages = jnp.where(pages < 0, k.shape[1], pages)  # past the end: dropped
+
+    def at(x, *index):
+        return x.at[layer, pages, :, *index]
+
+    if not scales:
+        return (
+            at(k, slots).set(k_new, mode="drop"),
+            at(v, slots).set(v_new, mode="drop"),
+        )
+    (k_codes, k_scale), (v_codes, v_scale) = map(_stored_codes, (k_new, v_new))
+    return (
+        at(k, slots).set(k_codes, mode="drop"),
+        at(v, slice(None), column_of(slots)).set(v_codes, mode="drop"),
+        at(scales[0], slots).set(k_scale, mode="drop"),
+        at(scales[1], slots).set(v_scale, mode="drop"),
+    )
+
+
+def _stored_codes(x):
+    """As `_codes`; of a non-finite token the scale says so and the codes are 0.
+
+    A page that another sequence takes over may still hold it, and 0 times a NaN code
+    would reach that sequence.
+    """
+    codes, scales = _codes(x)
+    finite = jnp.isfinite(scales)
+    zero = jnp.zeros_like(codes)
+    return jnp.where(finite[..., None], codes, zero), jnp.where(finite, scales, jnp.nan)
+
+
+def _store_on_hopper(k_new, v_new, pages, slots, layer, *pool, dtype):
+    del dtype
+    k_new, v_new = (x.reshape(-1, *x.shape[2:]) for x in (k_new, v_new))
+    refs = tuple(jax.new_ref(x) for x in pool)
+    if pages.shape[1] == 1:
+        hopper_kv_store.store_kv(
+            refs, k_new, v_new, pages.reshape(-1), slots.reshape(-1), layer
+        )
+    else:
+        blocks = pages[:, ::BLOCK].reshape(-1)
+        hopper_kv_store.store_kv_pages(refs, k_new, v_new, blocks, layer)
+    return tuple(jax.freeze(ref) for ref in refs)
+
+
+def _no_kernel_for_store(k_new, v_new, pages, slots, layer, k, *_, dtype):
+    if pages[1] > 1 and pages[1] % BLOCK:
+        return f"The kernel stores whole pages of {BLOCK}, got {pages[1]} tokens."
+    return _no_kernel(k_new[-1], dtype, page=k[3])
+
+
+def _store_types(k_new, v_new, pages, slots, layer, *pool, dtype):
+    k, v, *scales = pool
+    codes = E4M3 if scales else dtype
+    return [(k, codes), (v, codes), *((x, jnp.float32) for x in scales)]
+
+
+store = PlatformFunction(
+    "store_kv",
+    _store_types,
+    _store,
+    {"mosaic": _store_on_hopper},
+    no_kernel=_no_kernel_for_store,
+)
