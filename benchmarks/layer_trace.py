@@ -16,11 +16,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from fp8rl_jax import numerics
-from fp8rl_jax.attention import KVCache, attention, cached_attention
+from fp8rl_jax.attention import (
+    KVCache,
+    Rotation,
+    attention,
+    cached_attention,
+    split_and_rotate,
+)
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.logprobs import VOCAB_CHUNK, token_log_probs
 from fp8rl_jax.models.qwen3.config import Qwen3Config
-from fp8rl_jax.models.qwen3.fuse import gate_up_widths, qkv_widths, split_fused
+from fp8rl_jax.models.qwen3.fuse import gate_up_widths, split_fused
 from fp8rl_jax.models.qwen3.model import Block, Qwen3, rope_tables
 
 Values = dict[str, Array]
@@ -29,11 +35,10 @@ _NT = (((1,), (1,)), ((), ()))
 # Outputs in the order of evaluation.
 LAYER_OPS = (
     "input_norm",
-    "q",
-    "k",
-    "v",
+    "qkv",
     "q_norm_rope",
     "k_norm_rope",
+    "v",
     "attention",
     "o_proj",
     "post_attention_norm",
@@ -147,16 +152,15 @@ def _layer(
     def fused(module, widths):
         return lambda x: split_fused(module(x, precision), widths)
 
-    def norm_rope(norm):
-        def fn(x):
-            heads = x.reshape(*x.shape[:2], -1, config.head_dim)
-            return self_attention._norm_and_rotate(heads, norm, *rope)
-
-        return fn
+    def norm_rope(qkv):
+        norms = self_attention.q_norm, self_attention.k_norm
+        scales = (norm.scale.get_value() for norm in norms)
+        rotation = Rotation(*scales, *rope)
+        groups = self_attention.groups
+        return split_and_rotate(qkv, rotation, groups, norms[0].eps)
 
     def attend(q, k, v):
         nonlocal cache
-        v = v.reshape(k.shape)
         if cache is None:
             out = attention(q, k, v, positions, None, precision)
         else:
@@ -172,10 +176,8 @@ def _layer(
 
     norm_1, norm_2 = block.input_norm, block.post_attention_norm
     evaluate("attended input_norm", norm_1.add_and_norm, "residual_in", "update_in")
-    qkv = fused(self_attention.qkv_proj, qkv_widths(config))
-    evaluate("q k v", qkv, "input_norm")
-    evaluate("q_norm_rope", norm_rope(self_attention.q_norm), "q")
-    evaluate("k_norm_rope", norm_rope(self_attention.k_norm), "k")
+    evaluate("qkv", linear(self_attention.qkv_proj), "input_norm")
+    evaluate("q_norm_rope k_norm_rope v", norm_rope, "qkv")
     evaluate("attention", attend, "q_norm_rope", "k_norm_rope", "v")
     evaluate("o_proj", linear(self_attention.o_proj), "attention")
     evaluate("residual post_attention_norm", norm_2.add_and_norm, "attended", "o_proj")

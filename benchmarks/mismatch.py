@@ -244,7 +244,7 @@ def _filled_cache(
 ) -> KVCache:
     """A cache that holds the keys and values of a trace."""
     k = layers["k_norm_rope"]
-    v = layers["v"].reshape(k.shape)
+    v = layers["v"]
     num_layers, batch, length = k.shape[:3]
     cache = _empty_cache(config, precision, batch, num_slots)
     positions = jnp.broadcast_to(

@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
 from fp8rl_jax import numerics
+from fp8rl_jax.implementation import PlatformFunction, one_at_a_time
+from fp8rl_jax.kernels import hopper_bf16_gemm
 from fp8rl_jax.numerics import by_platform, round_to, unify_varying
 
 # Fixed: the sampling noise of a chunk is keyed by the chunk's index.
@@ -49,20 +51,83 @@ def _logits(dtype, hidden, rows, temperature):
     return numerics.dot(dtype, hidden, rows, _NT) / temperature
 
 
+def _visit_chunk(hidden, head, index, maximum, total, *, temperature, vocab_size):
+    """Logits of a chunk, and the maximum and sum of exponentials with it added.
+
+    The sum is relative to the maximum. In the dtype of ``maximum``.
+    """
+    dtype = maximum.dtype
+    rows, _, _, counts = _chunk(head, index, vocab_size)
+    logits = _logits(dtype, hidden, rows, temperature)
+    logits = jnp.where(counts[None, :], logits, -jnp.inf)
+    new_maximum = jnp.maximum(maximum, jnp.max(logits, -1))
+    total = total * jnp.exp(maximum - new_maximum)
+    total = total + jnp.sum(jnp.exp(logits - new_maximum[:, None]), -1)
+    return logits, new_maximum, total
+
+
+def _visit_chunk_on_hopper(
+    hidden, head, index, maximum, total, *, temperature, vocab_size
+):
+    """The same with bits of a row that depend on that row alone."""
+    _, size = _chunking(head.shape[0])
+    start = jnp.minimum(index * size, head.shape[0] - size)
+    first, last = index * size - start, jnp.minimum(vocab_size - start, size)
+    if head.dtype != hidden.dtype:
+        rows = lax.dynamic_slice_in_dim(head, start, size)
+        head, start = round_to(rows, hidden.dtype), jnp.int32(0)
+    logits, *tiles = hopper_bf16_gemm.head_logits(
+        hidden, head, start, first, last, num_columns=size, temperature=temperature
+    )
+    # XLA sums a row in an order that depends on the number of rows. In float64 that
+    # moves the last of 53 bits.
+    with jax.enable_x64(True):
+        tile_max, tile_total, maximum, total = (
+            x.astype(jnp.float64) for x in (*tiles, maximum, total)
+        )
+        new_maximum = jnp.maximum(maximum, jnp.max(tile_max, -1))
+        total = total * jnp.exp(maximum - new_maximum)
+        total += jnp.sum(tile_total * jnp.exp(tile_max - new_maximum[:, None]), -1)
+        return logits, new_maximum.astype(jnp.float32), total.astype(jnp.float32)
+
+
+def _no_kernel(hidden, head, *_, temperature, vocab_size):
+    _, size = _chunking(head[0])
+    if size % 128 or hidden[1] % 64:
+        return "The kernel of the head takes 128 rows of multiples of 64 features."
+    return None
+
+
+_visit_chunk_in_float32 = PlatformFunction(
+    "visit_vocabulary_chunk",
+    lambda hidden, head, index, *_, temperature, vocab_size: [
+        ((hidden[0], _chunking(head[0])[1]), jnp.float32),
+        (hidden[:1], jnp.float32),
+        (hidden[:1], jnp.float32),
+    ],
+    _visit_chunk,
+    {"mosaic": one_at_a_time(_visit_chunk_on_hopper)},
+    no_kernel=_no_kernel,
+)
+
+
 def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state):
     """Runs over the chunks; returns the log-sum-exp and the visitor's last state."""
-    num_chunks, _ = _chunking(head.shape[0])
+    num_chunks, size = _chunking(head.shape[0])
     zero = jnp.zeros_like(hidden[:, 0], dtype)
+    bf16_on_gpu = dtype == jnp.float32 and hidden.dtype == jnp.bfloat16
+    visit_chunk = functools.partial(
+        _visit_chunk_in_float32 if bf16_on_gpu else _visit_chunk,
+        temperature=temperature,
+        vocab_size=vocab_size,
+    )
 
     def step(carry, index):
         maximum, total, state = carry
-        rows, _, ids, counts = _chunk(head, index, vocab_size)
-        logits = _logits(dtype, hidden, rows, temperature)
-        logits = jnp.where(counts[None, :], logits, -jnp.inf)
-        new_maximum = jnp.maximum(maximum, jnp.max(logits, -1))
-        total = total * jnp.exp(maximum - new_maximum)
-        total = total + jnp.sum(jnp.exp(logits - new_maximum[:, None]), -1)
-        return (new_maximum, total, visit(state, index, ids, logits)), None
+        logits, maximum, total = visit_chunk(hidden, head, index, maximum, total)
+        start = jnp.minimum(index * size, head.shape[0] - size)
+        ids = start + jnp.arange(size, dtype=jnp.int32)
+        return (maximum, total, visit(state, index, ids, logits)), None
 
     carry = (zero - jnp.inf, zero, state)
     indices = jnp.arange(num_chunks, dtype=jnp.int32)

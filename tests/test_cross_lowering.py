@@ -1,6 +1,8 @@
 """The 8B train step and sampler lower for CUDA and TPU from shapes alone."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +85,11 @@ def test_the_8b_programs_lower_from_shapes(program, platform, request):
     assert allocated < 2**16  # no weight, no cache, no batch
     # The codes of a layer's gate and up projection, stacked over the layers.
     assert "tensor<36x24576x4096xf8E4M3FN>" in text
-    assert "f64" not in text
+    # On Hopper only the sums over 128 ids each of a chunk are merged in it.
+    sizes = [
+        math.prod(map(int, x.split("x"))) for x in re.findall(r"<([\dx]+)xf64>", text)
+    ]
+    assert not sizes or (platform == "cuda" and max(sizes) <= ROWS * TOKENS * 32)
     # [tokens, vocabulary] never exists.
     assert "x151936xf32" not in text and f"x{VOCAB_SIZE}xf32" not in text
 

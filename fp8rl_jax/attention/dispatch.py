@@ -127,10 +127,11 @@ def _self_types(q, *_, precision, dtype):
 
 
 def _no_kernel_for_self(q, *_, precision, dtype):
-    return _no_kernel(q[-1], dtype, precision.kv_cache == precision.attention)
+    return no_kernel(q[-1], dtype, precision.kv_cache == precision.attention)
 
 
-def _no_kernel(head_dim, dtype, one_recipe=True, page=BLOCK) -> str | None:
+def no_kernel(head_dim, dtype, one_recipe=True, page=BLOCK) -> str | None:
+    """Why the kernels do not take such operands; None if they do."""
     if head_dim != _HEAD_DIM or page != BLOCK:
         return (
             f"Attention kernels are for head_dim {_HEAD_DIM} and pages of {BLOCK}, got "
@@ -242,7 +243,10 @@ def _gather(q, page_table, layer, k, v, *scales):
     )
 
 
-def _attend_pages(q, positions, order, page_table, layer, k, v, *scales, fp8, dtype):
+def attend_pages_reference(
+    q, positions, order, page_table, layer, k, v, *scales, fp8, dtype
+):
+    """Attention of tokens [B, T, N, H] over the pages of their rows, a tuple of one."""
     del order
     keys, values = _gather(q, page_table, layer, k, v, *scales)
     q = _group(q, keys.shape[1])
@@ -311,10 +315,10 @@ def _decode_on_hopper(q, positions, order, page_table, layer, k, v, *scales):
 attend_pages = PlatformFunction(
     "attend_pages",
     lambda q, *_, fp8, dtype: [(q, dtype)],
-    _attend_pages,
+    attend_pages_reference,
     {"mosaic": one_at_a_time(_attend_pages_on_hopper)},
     no_kernel=lambda q, positions, order, table, layer, k, v, *scales, fp8, dtype: (
-        _no_kernel(q[-1], dtype, bool(scales) == fp8, k[3])
+        no_kernel(q[-1], dtype, bool(scales) == fp8, k[3])
     ),
 )
 
@@ -322,7 +326,8 @@ attend_pages = PlatformFunction(
 # New keys and values into a cache.
 
 
-def _store(k_new, v_new, pages, slots, layer, k, v, *scales, dtype):
+def store_reference(k_new, v_new, pages, slots, layer, k, v, *scales, dtype):
+    """The arrays of a pool with new tokens [B, T, K, H] in it."""
     pages = jnp.where(pages < 0, k.shape[1], pages)  # past the end: dropped
 
     def at(x, *index):
@@ -371,10 +376,11 @@ def _store_on_hopper(k_new, v_new, pages, slots, layer, *pool, dtype):
 def _no_kernel_for_store(k_new, v_new, pages, slots, layer, k, *_, dtype):
     if pages[1] > 1 and pages[1] % BLOCK:
         return f"The kernel stores whole pages of {BLOCK}, got {pages[1]} tokens."
-    return _no_kernel(k_new[-1], dtype, page=k[3])
+    return no_kernel(k_new[-1], dtype, page=k[3])
 
 
-def _store_types(k_new, v_new, pages, slots, layer, *pool, dtype):
+def pool_types(pool, dtype):
+    """Shapes and dtypes of a pool of these shapes."""
     k, v, *scales = pool
     codes = E4M3 if scales else dtype
     return [(k, codes), (v, codes), *((x, jnp.float32) for x in scales)]
@@ -382,8 +388,8 @@ def _store_types(k_new, v_new, pages, slots, layer, *pool, dtype):
 
 store = PlatformFunction(
     "store_kv",
-    _store_types,
-    _store,
+    lambda k_new, v_new, pages, slots, layer, *pool, dtype: pool_types(pool, dtype),
+    store_reference,
     {"mosaic": _store_on_hopper},
     no_kernel=_no_kernel_for_store,
 )

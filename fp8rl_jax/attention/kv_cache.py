@@ -104,7 +104,10 @@ class KVCache:
         scales = () if self.k_scales is None else (self.k_scales, self.v_scales)
         return self.k, self.v, *scales
 
-    def _with_arrays(self, k, v, k_scales=None, v_scales=None) -> "KVCache":
+    def with_arrays(
+        self, k: Array, v: Array, k_scales: Array | None = None, v_scales=None
+    ) -> "KVCache":
+        """The same table over other arrays, as :meth:`arrays` gives them."""
         return KVCache(k, v, k_scales, v_scales, self.page_table)
 
     def with_table(self, page_table: Int[Array, "B pages"]) -> "KVCache":
@@ -154,7 +157,7 @@ class KVCache:
             dtype=k.dtype,
             implementation=implementation,
         )
-        return self._with_arrays(*arrays)
+        return self.with_arrays(*arrays)
 
     def copy_pages(self, source: Int[Array, "C"], target: Int[Array, "C"]) -> "KVCache":
         """Copies pages of all layers, in place under jit.
@@ -168,4 +171,4 @@ class KVCache:
         def copy(x):
             return x.at[:, target].set(x[:, source], mode="drop")
 
-        return self._with_arrays(*map(copy, self.arrays()))
+        return self.with_arrays(*map(copy, self.arrays()))

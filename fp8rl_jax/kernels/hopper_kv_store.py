@@ -41,7 +41,7 @@ from fp8rl_jax.kernels.hopper_quantize_tiles import (
 )
 
 HEAD_DIM = 128
-_WARPS = 4  # of a warpgroup
+WARPS = 4  # of a warpgroup
 _HEADS = 4  # of a token that a warpgroup takes: one a warp
 _ONE_OVER_MAX = np.float32(1.0 / 448)
 # Below this amax the scale would be subnormal; such a token is zero for our purposes.
@@ -74,11 +74,11 @@ def store_kv(
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
-    num_tokens, num_heads = _check(refs, k, v, (pages, slots))
+    num_tokens, num_heads = check_operands(refs, k, v, (pages, slots))
     heads = math.gcd(num_heads, _HEADS)
-    fp8 = _is_fp8(refs)
+    fp8 = is_fp8(refs)
     # The values of an FP8 pool lie a row apart: a store takes one of each thread.
-    layouts = [_one_head_a_warp(heads, vector) for vector in (4, 1 if fp8 else 4)]
+    layouts = [one_head_a_warp(heads, vector) for vector in (4, 1 if fp8 else 4)]
 
     def body(k, v, pages, slots, layer):
         token = lax.axis_index("token")
@@ -91,8 +91,8 @@ def store_kv(
             for ref, layout in zip((k, v), layouts, strict=True)
         ]
         if fp8:
-            scales = [_scales(_amax(x)) for x in new]
-            new = [_codes(x, s, 0) for x, s in zip(new, scales, strict=True)]
+            scales = [token_scales(token_amax(x)) for x in new]
+            new = [token_codes(x, s, 0) for x, s in zip(new, scales, strict=True)]
 
         # The sign is the page's. Were the other two not in the condition, they would be
         # fetched after it: twice the latency.
@@ -103,7 +103,7 @@ def store_kv(
             if not fp8:
                 outs[1].at[:, slot][...] = new[1]
                 return
-            outs[1].at[:, :, _column(slot)][...] = new[1]
+            outs[1].at[:, :, value_column(slot)][...] = new[1]
             for ref, scale in zip(outs[2:], scales, strict=True):
                 ref.at[:, slot][...] = scale
 
@@ -139,7 +139,7 @@ def store_kv_pages(
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
-    _check(refs, k, v, (pages,), BLOCK)
+    check_operands(refs, k, v, (pages,), BLOCK)
     _launch_pages(k, v, (refs, pages, layer), interpret)
 
 
@@ -176,7 +176,7 @@ def _launch_pages(k, v, into, interpret):
     num_tokens, num_heads, _ = k.shape
     num_pages = num_tokens // BLOCK
     refs, pages, layer = into or (None, None, None)
-    fp8 = into is None or _is_fp8(refs)
+    fp8 = into is None or is_fp8(refs)
 
     def body(k, v, *rest):
         run, head = lax.axis_index("run"), lax.axis_index("head")
@@ -203,14 +203,14 @@ def _launch_pages(k, v, into, interpret):
                     continue
                 layout = wide_rows(jnp.bfloat16)
                 x = plgpu.load(tiles.at[i], layout=layout)
-                scales = _scales(_amax(x))
+                scales = token_scales(token_amax(x))
                 scales_s[i] = scales
                 if i == 0:
-                    codes = _codes(x, scales, 0)
+                    codes = token_codes(x, scales, 0)
                 else:
                     x = plgpu.load(tiles.at[i].T, layout=WGMMA)
                     scales = plgpu.load(scales_s.at[i], layout=WGMMA.reduce(0))
-                    codes = _in_groups(_codes(x, scales, 1), interpret)
+                    codes = _in_groups(token_codes(x, scales, 1), interpret)
                 # Where the tile was: all of it is in registers.
                 codes_s.at[i, 0][...] = codes
                 plgpu.commit_smem()
@@ -256,7 +256,7 @@ def _check_new(k, v, multiple=1):
     return k.shape[:2]
 
 
-def _check(refs, k, v, indices, multiple=1):
+def check_operands(refs, k, v, indices, multiple=1):
     num_tokens, num_heads = _check_new(k, v, multiple)
     needed = (num_tokens // multiple,)
     if any(index.shape != needed for index in indices):
@@ -265,7 +265,7 @@ def _check(refs, k, v, indices, multiple=1):
             f"{[index.shape for index in indices]}."
         )
     tile = (*refs[0].shape[:2], num_heads, BLOCK, HEAD_DIM)
-    if _is_fp8(refs):
+    if is_fp8(refs):
         expected = [(tile, E4M3)] * 2 + [(tile[:-1], jnp.float32)] * 2
     else:
         expected = [(tile, jnp.bfloat16)] * 2
@@ -278,20 +278,20 @@ def _check(refs, k, v, indices, multiple=1):
     return num_tokens, num_heads
 
 
-def _is_fp8(refs):
+def is_fp8(refs):
     return refs[0].dtype == E4M3
 
 
-def _column(slot: Int[Array, ""]) -> Int[Array, ""]:
+def value_column(slot: Int[Array, ""]) -> Int[Array, ""]:
     """Where a slot's values are: bits 3, 2, 1 of the slot to bits 1, 3, 2."""
     return (slot & ~14) | ((slot & 6) << 1) | ((slot & 8) >> 2)
 
 
-def _amax(x: BFloat16[Array, "rows 128"]) -> Float[Array, "rows"]:
+def token_amax(x: BFloat16[Array, "rows 128"]) -> Float[Array, "rows"]:
     return jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
 
 
-def _scales(amax: Float[Array, "..."]) -> Float[Array, "..."]:
+def token_scales(amax: Float[Array, "..."]) -> Float[Array, "..."]:
     """amax / 448, up to a power of two; NaN if it is not finite."""
     scale = amax * _ONE_OVER_MAX
     scale = jnp.where(amax < _AMAX_FLOOR, jnp.ones_like(scale), scale)
@@ -300,7 +300,7 @@ def _scales(amax: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(amax < jnp.inf, up, jnp.full_like(up, jnp.nan))
 
 
-def _codes(
+def token_codes(
     x: BFloat16[Array, "rows columns"], scales: Float[Array, "_"], axis: int
 ) -> Float8e4m3fn[Array, "rows columns"]:
     """Codes of rows or columns (axis 0, 1) with these scales; 0 where one is NaN."""
@@ -312,18 +312,18 @@ def _codes(
     return jnp.where(finite, scaled, jnp.zeros_like(scaled)).astype(E4M3)
 
 
-def _one_head_a_warp(heads: int, vector: int) -> Any:
+def one_head_a_warp(heads: int, vector: int) -> Any:
     """The layout of [heads, 128] in which a thread holds ``vector`` adjacent values.
 
     If there are fewer heads than warps, several warps hold and store the same.
     """
-    rows = math.gcd(heads, _WARPS)
+    rows = math.gcd(heads, WARPS)
     tiles = [(rows, HEAD_DIM), (vector * 32,), (vector,)]
     if vector * 32 == HEAD_DIM:
         del tiles[1]
     warps = [] if rows == 1 else [-1 - len(tiles)]
-    if rows < _WARPS:
-        warps.append(plgpu.Replicated(_WARPS // rows))
+    if rows < WARPS:
+        warps.append(plgpu.Replicated(WARPS // rows))
     return plgpu.Layout.TILED(
         plgpu.Tiling(tuple(tiles)),
         warp_dims=tuple(warps),

@@ -13,14 +13,22 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from fp8rl_jax.attention import KVCache, Placement, attention, cached_attention
+from fp8rl_jax.attention import (
+    KVCache,
+    Placement,
+    Rotation,
+    attention,
+    cached_attention,
+    decode_step,
+    split_and_rotate,
+)
 from fp8rl_jax.fp8 import Precision
-from fp8rl_jax.fp8.fused import add_and_norm, norm_gated_mlp, norm_linear, rms_norm
+from fp8rl_jax.fp8.fused import add_and_norm, norm_gated_mlp, norm_linear
 from fp8rl_jax.fp8.gradient_ref import GradientRef
 from fp8rl_jax.fp8.weights import linear
 from fp8rl_jax.models.qwen3.config import Qwen3Config, param_shapes
-from fp8rl_jax.models.qwen3.fuse import gate_up_widths, qkv_widths, split_fused
-from fp8rl_jax.numerics import by_platform, round_to, wide
+from fp8rl_jax.models.qwen3.fuse import gate_up_widths
+from fp8rl_jax.numerics import by_platform, round_to
 
 REMAT_POLICIES = {
     "none": None,
@@ -73,22 +81,11 @@ class Attention(nnx.Module):
     """Grouped-query attention with norms on queries and keys, then RoPE."""
 
     def __init__(self, config: Qwen3Config, params: PyTree):
-        self.head_dim = config.head_dim
-        self.qkv_widths = qkv_widths(config)
+        self.groups = config.num_heads // config.num_kv_heads
         self.qkv_proj = Linear(params["qkv_proj"]["kernel"])
         self.o_proj = Linear(params["o_proj"]["kernel"])
         self.q_norm = RMSNorm(params["q_norm"]["scale"], config.rms_norm_eps)
         self.k_norm = RMSNorm(params["k_norm"]["scale"], config.rms_norm_eps)
-
-    def _norm_and_rotate(self, x, norm: RMSNorm, cos, sin):
-        """QK-norm and RoPE of [B, T, heads, H] with one rounding."""
-
-        def fn(x, scale, cos, sin):
-            x1, x2 = jnp.split(rms_norm(x, scale, norm.eps), 2, axis=-1)
-            cos, sin = cos[:, :, None], sin[:, :, None]
-            return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-
-        return wide(fn, x.dtype, x, norm.scale.get_value(), cos, sin)
 
     def __call__(
         self,
@@ -101,18 +98,17 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Self-attention of projected tokens, over ``cache`` if there is one."""
         batch, length, _ = qkv.shape
-
-        def heads(x):
-            return x.reshape(batch, length, -1, self.head_dim)
-
-        q, k, v = map(heads, split_fused(qkv, self.qkv_widths))
-        q = self._norm_and_rotate(q, self.q_norm, *rope)
-        k = self._norm_and_rotate(k, self.k_norm, *rope)
-        if cache is None:
-            out = attention(q, k, v, tokens.positions, tokens.segments, precision)
+        norms = (norm.scale.get_value() for norm in (self.q_norm, self.k_norm))
+        projected = qkv, Rotation(*norms, *rope), self.groups, self.q_norm.eps
+        if cache is not None and length == 1:
+            out, cache = decode_step(*projected, cache, layer, tokens, precision)
         else:
-            cache = cache.store(layer, k, v, tokens)
-            out = cached_attention(q, cache, layer, tokens, precision)
+            q, k, v = split_and_rotate(*projected)
+            if cache is None:
+                out = attention(q, k, v, tokens.positions, tokens.segments, precision)
+            else:
+                cache = cache.store(layer, k, v, tokens)
+                out = cached_attention(q, cache, layer, tokens, precision)
         return self.o_proj(out.reshape(batch, length, -1), precision), cache
 
 

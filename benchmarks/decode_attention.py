@@ -1,0 +1,142 @@
+"""Speed of paged decode attention and of storing a step's keys and values.
+
+    python -m benchmarks.decode_attention
+
+Qwen3-8B's heads (32 query, 8 KV, head_dim 128), one layer, random pages of a pool much
+larger than the L2 cache. Times are of the kernels alone, median and [fastest, slowest].
+The share of 4.8 TB/s counts the keys, values and scales of the visible tokens once.
+Mixed contexts are drawn between 64 and 16,384 tokens, uniformly or log-uniformly.
+
+Hardware: one Hopper GPU with 80 GB free; one minute.
+"""
+
+import functools
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jaxtyping import Array, Int
+
+from benchmarks.device_time import device_time
+from fp8rl_jax.attention import KVCache
+from fp8rl_jax.attention.layout import quantize_tokens
+from fp8rl_jax.console import print_table
+from fp8rl_jax.fp8 import Precision, get_recipe
+from fp8rl_jax.kernels.hopper_paged_decode import paged_decode
+
+_REPEATS = flags.DEFINE_integer("repeats", 20, "Timed calls.", lower_bound=1)
+_BATCHES = flags.DEFINE_multi_integer("batch", [64, 256, 512], "Sequences.")
+_PEAK = flags.DEFINE_float("peak", 4.8, "Memory bandwidth in TB/s.")
+
+_HEADS, _KV_HEADS, _HEAD_DIM, _PAGE = 32, 8, 128, 128
+_LONGEST = 16384
+CONTEXTS = (1024, 2048, 4096, 8192, 16384)
+
+
+def lengths_of(kind: str | int, batch: int) -> Int[np.ndarray, "B"]:
+    """Context lengths of a batch; an int makes all equal."""
+    rng = np.random.default_rng(0)
+    if kind == "uniform":
+        return rng.integers(64, _LONGEST + 1, batch)
+    if kind == "log-uniform":
+        return np.exp(rng.uniform(np.log(64), np.log(_LONGEST), batch)).astype(int)
+    return np.full(batch, kind)
+
+
+def token_bytes(precision: Precision) -> int:
+    """Of a token's keys, values and scales in one layer."""
+    return _KV_HEADS * 2 * (_HEAD_DIM + 4 if precision.kv_cache else 2 * _HEAD_DIM)
+
+
+@functools.partial(jax.jit, static_argnames=("num_pages", "precision"))
+def make_cache(num_pages: int, precision: Precision) -> KVCache:
+    """One layer of pages: a few random ones, over and over."""
+    few = 128
+    table = jnp.arange(few, dtype=jnp.int32)[:, None]
+    cache = KVCache.create(1, few, _KV_HEADS, _PAGE, _HEAD_DIM, table, precision)
+    positions = jnp.broadcast_to(jnp.arange(_PAGE, dtype=jnp.int32)[None], (few, _PAGE))
+    shape = few, _PAGE, _KV_HEADS, _HEAD_DIM
+    k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (0, 1))
+    cache = cache.store(jnp.int32(0), k, v, cache.place(positions))
+    repeats = 1, num_pages // few
+    return jax.tree.map(lambda x: jnp.tile(x, repeats + (1,) * (x.ndim - 2)), cache)
+
+
+def _tables(lengths, num_pages, seed) -> Int[np.ndarray, "B pages"]:
+    """Pages of the pool at random, each at most once."""
+    pages = np.random.default_rng(seed).permutation(num_pages)
+    table = np.full((len(lengths), _LONGEST // _PAGE), -1, np.int32)
+    used = 0
+    for row, length in zip(table, lengths, strict=True):
+        count = -(-length // _PAGE)
+        row[:count] = pages[used : used + count]
+        used += count
+    return table
+
+
+def attend(q, pool, table, where) -> Array:
+    """The kernel: one token a sequence, in one layer."""
+    extra = {}
+    if len(pool) == 4:
+        q, scales = q
+        names = "q_scales", "k_scales", "v_scales"
+        extra = dict(zip(names, (scales, *pool[2:]), strict=True))
+    lengths = where.positions[:, 0] + 1
+    tables = table, lengths, jnp.int32(0)
+    return paged_decode(q, *pool[:2], *tables, order=where.order, **extra)
+
+
+def _queries(batch, precision):
+    shape = batch, _KV_HEADS, _HEADS // _KV_HEADS, _HEAD_DIM
+    q = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
+    if not precision.attention:
+        return q
+    q = quantize_tokens(q)
+    return q.codes, q.scales[..., 0]
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    """The table's rows of a recipe."""
+    precision = get_recipe(name).rollout
+    num_pages = max(_BATCHES.value) * _LONGEST // _PAGE
+    cache = make_cache(num_pages, precision)
+    place = jax.jit(lambda cache, table, at: cache.with_table(table).place(at))
+    out = []
+    for batch in _BATCHES.value:
+        q = jax.jit(_queries, static_argnums=(0, 1))(batch, precision)
+        for kind in (*CONTEXTS, "uniform", "log-uniform"):
+            lengths = lengths_of(kind, batch)
+            at = jnp.asarray(lengths - 1, jnp.int32)[:, None]
+            moved = int(lengths.sum()) * token_bytes(precision)
+            # So many tables that a call finds nothing of the last one in the cache.
+            sets = []
+            for seed in range(max(2, min(8, int(4e8 // moved) + 1))):
+                table = jnp.asarray(_tables(lengths, num_pages, seed))
+                sets.append((q, cache.arrays(), table, place(cache, table, at)))
+            times = device_time(attend, sets, repeats=_REPEATS.value)
+            us, *ends = (1e6 * f(times) for f in (statistics.median, min, max))
+            out.append(
+                {
+                    "pages": name,
+                    "batch": str(batch),
+                    "contexts": str(kind),
+                    "us": f"{us:.0f} [{ends[0]:.0f}, {ends[1]:.0f}]",
+                    "TB/s": f"{moved / us / 1e6:.2f}",
+                    "% of peak": f"{100 * moved / us / 1e6 / _PEAK.value:.1f}",
+                }
+            )
+            print(out[-1], flush=True)
+    return out
+
+
+def main(argv: list[str]) -> None:
+    """Prints the table."""
+    del argv
+    table = [row for name in ("fp8", "bf16") for row in rows(name)]
+    print_table(table, f"Paged decode attention, {jax.devices()[0].device_kind}")
+
+
+if __name__ == "__main__":
+    app.run(main)
