@@ -147,26 +147,6 @@ def wide(fn: Callable[..., Any], out_dtypes: Any, *args: Array) -> Any:
     return call(*unify_varying(*args))
 
 
-def fan_out(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
-    """``count`` references to ``x`` whose cotangents are summed with one rounding.
-
-    JAX would add bfloat16 cotangents pairwise and leave the rounding between the sums
-    to the compiler.
-    """
-
-    def add(dtype, cotangents):
-        return round_to(sum(c.astype(dtype) for c in cotangents), x.dtype)
-
-    @jax.custom_vjp
-    def call(x):
-        return (x,) * count
-
-    call.defvjp(
-        lambda x: (call(x), None), lambda _, cotangents: (by_platform(add, cotangents),)
-    )
-    return call(x)
-
-
 def dot(
     dtype: jnp.dtype,
     a: Array,

@@ -14,6 +14,7 @@ from fp8rl_jax.kernels import (
     hopper_kv_store,
     hopper_paged_attention,
     hopper_paged_decode,
+    hopper_quantize_tokens,
 )
 
 _HEAD_DIM = 128  # that of every Qwen3
@@ -103,10 +104,10 @@ def _attend_on_hopper(q, page_table, row, first, own, layer, k, v, *scales, fp8)
     """Of query blocks [Tq, N, H] over pages."""
     extra = {}
     if fp8:
-        q, q_scales = _codes(q)
+        q, q_scales = hopper_quantize_tokens.quantize_tokens(q)
         k_scales, v_scales = scales
         extra = dict(
-            q_scales=q_scales.T,
+            q_scales=q_scales,
             k_scales=k_scales,
             v_scales=v_scales,
         )
@@ -156,12 +157,12 @@ attend_self = PlatformFunction(
 # Its gradient.
 
 
-def _values(q, k, v, precision):
+def _values(q, k, v, precision, round_trip):
     """What the products see, in bfloat16."""
     if precision.attention:
-        q = _round_trip(q)
+        q = round_trip(q)
     if precision.kv_cache:
-        k, v = map(_round_trip, (k, v))
+        k, v = map(round_trip, (k, v))
     return q, k, v
 
 
@@ -172,7 +173,7 @@ def _differentiate(
         segments = jnp.ones_like(positions)
     batch, length = positions.shape
     num_kv_heads = k.shape[2]
-    q, k, v = _values(q, k, v, precision)
+    q, k, v = _values(q, k, v, precision, _round_trip)
     rows = [_group(x, num_kv_heads) for x in (d_out, out)]
     lse = lse.reshape(batch, num_kv_heads, -1)
     heads = _group(q, num_kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -185,7 +186,12 @@ def _differentiate_on_hopper(
     d_out, out, lse, q, k, v, positions, segments=None, *, precision, dtype
 ):
     length = q.shape[1]
-    arrays = d_out, out, *_values(q, k, v, precision)
+
+    def round_trip(x):
+        rows = hopper_quantize_tokens.round_tokens(x.reshape(-1, *x.shape[2:]))
+        return rows.reshape(x.shape)
+
+    arrays = d_out, out, *_values(q, k, v, precision, round_trip)
     arrays = [pad_to_multiple(x, (BLOCK, 1, 1)) for x in arrays]
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -length % BLOCK)), constant_values=jnp.inf)
     sequences = () if segments is None else _sequences(positions, segments)

@@ -198,6 +198,7 @@ def _decode_on_hopper(qkv, *operands, groups, eps, fp8, dtype):
     static = dict(groups=groups, eps=eps)
     refs = tuple(jax.new_ref(x) for x in pool)
     lengths = positions[:, 0] + 1
+    names = ("q_scales", "k_scales", "v_scales") if len(pool) == 4 else ()
     where = pages[:, 0], slots[:, 0], layer
     q, *q_scales = hopper_qkv.qkv_store(refs, qkv[:, 0], *tables, *where, **static)
     pool = [jax.freeze(ref) for ref in refs]
@@ -208,7 +209,7 @@ def _decode_on_hopper(qkv, *operands, groups, eps, fp8, dtype):
         lengths,
         layer,
         order=order,
-        **dict(zip(("q_scales", "k_scales", "v_scales"), (*q_scales, *pool[2:]))),
+        **dict(zip(names, (*q_scales, *pool[2:]), strict=True)),
     )
     return out.reshape(qkv.shape[0], 1, -1, q_norm.shape[0]), *pool
 

@@ -31,7 +31,7 @@ from fp8rl_jax.fp8.scaled_array import ScaledArray
 from fp8rl_jax.fp8.weights import CodedWeight, LinearWeight, linear
 from fp8rl_jax.implementation import PlatformFunction
 from fp8rl_jax.kernels import hopper_norm_quantize, hopper_silu_quantize
-from fp8rl_jax.numerics import by_platform, fan_out, round_to, unify_varying, wide
+from fp8rl_jax.numerics import by_platform, round_to, unify_varying, wide
 
 
 def rms_norm(
@@ -52,10 +52,18 @@ def add_and_norm(
 
     The norm is taken of the rounded sum, which is what the next layer adds to.
     """
-    dtype = residual.dtype
-    residual = wide(lambda x, y: x + y, dtype, residual, update)
-    residual, x = fan_out(residual, 2)
-    return residual, _norm(x, scale, eps)
+    *lead, k = residual.shape
+    rows = residual.reshape(-1, k), update.reshape(-1, k)
+    outs = _add_and_norm(eps, *unify_varying(*rows, scale))
+    return tuple(x.reshape(*lead, k) for x in outs)
+
+
+def _add_and_norm_reference(residual, update, scale, *, eps, dtype, scale_dtype):
+    def add(wide_dtype, x, y):
+        return round_to(x.astype(wide_dtype) + y.astype(wide_dtype), dtype)
+
+    total = by_platform(add, residual, update)
+    return total, _norm(total, scale, eps)
 
 
 def _norm(x, scale, eps):
@@ -193,8 +201,34 @@ def _fusible(residual, update, scale, passes, *weights: LinearWeight) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_and_norm(eps, residual, update, scale):
+    dtypes = dict(dtype=residual.dtype, scale_dtype=scale.dtype)
+    return _add_norm(residual, update, scale, eps=eps, **dtypes)
+
+
+def _add_and_norm_fwd(eps, residual, update, scale):
+    total, normed = _add_and_norm(eps, residual, update, scale)
+    return (total, normed), (total, scale)
+
+
+def _add_and_norm_bwd(eps, residuals, cotangents):
+    dtotal, dnormed = cotangents
+    dtotal, dscale = _norm_gradient(dnormed, dtotal, *residuals, eps)
+    return dtotal, dtotal, dscale
+
+
+_add_and_norm.defvjp(_add_and_norm_fwd, _add_and_norm_bwd)
+
+
+def _norm_gradient(dnormed, dtotal, total, scale, eps):
+    """Gradients of the sum and of the norm's scale."""
+    dtypes = dict(dtype=total.dtype, scale_dtype=scale.dtype)
+    return _add_norm_backward(dnormed, dtotal, total, scale, eps=eps, **dtypes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_linear(eps, residual, update, scale, weight, gradient_ref):
-    total, x = _add_norm(residual, update, scale, eps)
+    total, x = _add_norm_codes(residual, update, scale, eps)
     return total, weight.product(x)
 
 
@@ -208,7 +242,7 @@ def _norm_linear_bwd(eps, residuals, cotangents):
     total, scale, x_columns, weight, gradient_ref = residuals
     dtotal, dy = cotangents
     dx, dweight = weight.backward(quantize_both(dy), x_columns, gradient_ref)
-    dtotal, dscale = _add_norm_backward(dx, dtotal, total, scale, eps=eps)
+    dtotal, dscale = _norm_gradient(dx, dtotal, total, scale, eps)
     return dtotal, dtotal, dscale, dweight, None
 
 
@@ -218,7 +252,7 @@ _norm_linear.defvjp(_norm_linear_fwd, _norm_linear_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_gated_mlp(eps, residual, update, scale, weights, gradient_refs):
     gate_up, down = weights
-    total, x = _add_norm(residual, update, scale, eps)
+    total, x = _add_norm_codes(residual, update, scale, eps)
     hidden = _scaled(*_silu_mul_rows(gate_up.product(x)))
     return total, down.product(hidden)
 
@@ -238,7 +272,7 @@ def _norm_gated_mlp_bwd(eps, residuals, cotangents):
     dhidden, ddown = weights[1].backward(quantize_both(dy), hidden_columns, refs[1])
     dpre = _both_scaled(_silu_mul_backward(dhidden, pre))
     dx, dgate_up = weights[0].backward(dpre, x_columns, refs[0])
-    dtotal, dscale = _add_norm_backward(dx, dtotal, total, scale, eps=eps)
+    dtotal, dscale = _norm_gradient(dx, dtotal, total, scale, eps)
     return dtotal, dtotal, dscale, (dgate_up, ddown), None
 
 
@@ -253,7 +287,7 @@ def _both_scaled(outs):
     return _scaled(*outs[:2]), _scaled(*outs[2:])
 
 
-def _add_norm(residual, update, scale, eps):
+def _add_norm_codes(residual, update, scale, eps):
     total, *rows = _add_norm_rows(residual, update, scale, eps=eps)
     return total, _scaled(*rows)
 
@@ -282,11 +316,45 @@ def _form(columns):
     return row_types, _reference_rows
 
 
+def _add_and_norm_on_hopper(residual, update, scale, *, eps, dtype, scale_dtype):
+    del dtype, scale_dtype
+    out = hopper_norm_quantize.add_norm_quantize(
+        residual, update, scale, eps=eps, rows=False, normed=True
+    )
+    return out.residual, out.normed
+
+
+def _add_norm_backward_on_hopper(
+    dnormed, dtotal, total, scale, *, eps, dtype, scale_dtype
+):
+    del dtype, scale_dtype
+    return hopper_norm_quantize.add_norm_backward(
+        dnormed, dtotal, total, scale, eps=eps
+    )
+
+
+def _no_norm_kernel(residual, *_, eps, dtype, scale_dtype):
+    del eps
+    if (dtype, scale_dtype) != (jnp.bfloat16, jnp.float32) or residual[1] % BLOCK:
+        return (
+            f"The norm's kernel takes bfloat16 rows of a multiple of {BLOCK} and a "
+            "float32 scale."
+        )
+    return None
+
+
 def _add_norm_function(name, columns):
     types, quantise = _form(columns)
 
     def reference(residual, update, scale, *, eps):
-        total, x = add_and_norm(residual, update, scale, eps)
+        total, x = _add_and_norm_reference(
+            residual,
+            update,
+            scale,
+            eps=eps,
+            dtype=residual.dtype,
+            scale_dtype=scale.dtype,
+        )
         return total, *quantise(x)
 
     def on_hopper(residual, update, scale, *, eps):
@@ -303,12 +371,14 @@ def _add_norm_function(name, columns):
     )
 
 
-def _add_norm_backward_reference(dnormed, dtotal, total, scale, *, eps):
+def _add_norm_backward_reference(
+    dnormed, dtotal, total, scale, *, eps, dtype, scale_dtype
+):
     _, vjp = jax.vjp(lambda x, scale: _norm(x, scale, eps), total, scale)
     dx, dscale = vjp(dnormed)
 
-    def add(dtype, x, y):
-        return round_to(x.astype(dtype) + y.astype(dtype), dtotal.dtype)
+    def add(wide_dtype, x, y):
+        return round_to(x.astype(wide_dtype) + y.astype(wide_dtype), dtype)
 
     return by_platform(add, dtotal, dx), dscale
 
@@ -340,11 +410,22 @@ def _silu_mul_backward_on_hopper(dy, gate_up):
 
 _add_norm_rows = _add_norm_function("add_norm_quantize_rows", columns=False)
 _add_norm_rows_and_columns = _add_norm_function("add_norm_quantize", columns=True)
+_add_norm = PlatformFunction(
+    "add_and_norm",
+    lambda shape, *_, dtype, **_static: [(shape, dtype), (shape, dtype)],
+    _add_and_norm_reference,
+    {"mosaic": _add_and_norm_on_hopper},
+    no_kernel=_no_norm_kernel,
+)
 _add_norm_backward = PlatformFunction(
     "add_norm_backward",
-    lambda shape, *_, eps: [(shape, jnp.bfloat16), (shape[1:], jnp.float32)],
+    lambda shape, *_, dtype, scale_dtype, **_static: [
+        (shape, dtype),
+        (shape[1:], scale_dtype),
+    ],
     _add_norm_backward_reference,
-    {"mosaic": hopper_norm_quantize.add_norm_backward},
+    {"mosaic": _add_norm_backward_on_hopper},
+    no_kernel=_no_norm_kernel,
 )
 _silu_mul_rows = _silu_mul_function("silu_mul_quantize_rows", columns=False)
 _silu_mul_both = _silu_mul_function("silu_mul_quantize", columns=True)

@@ -257,6 +257,7 @@ def _check_new(k, v, multiple=1):
 
 
 def check_operands(refs, k, v, indices, multiple=1):
+    """Raises a ValueError unless they fit; returns the numbers of tokens and heads."""
     num_tokens, num_heads = _check_new(k, v, multiple)
     needed = (num_tokens // multiple,)
     if any(index.shape != needed for index in indices):
@@ -278,7 +279,8 @@ def check_operands(refs, k, v, indices, multiple=1):
     return num_tokens, num_heads
 
 
-def is_fp8(refs):
+def is_fp8(refs) -> bool:
+    """Whether the pool holds codes."""
     return refs[0].dtype == E4M3
 
 
@@ -288,6 +290,7 @@ def value_column(slot: Int[Array, ""]) -> Int[Array, ""]:
 
 
 def token_amax(x: BFloat16[Array, "rows 128"]) -> Float[Array, "rows"]:
+    """The largest magnitude of each row, NaN if it holds one."""
     return jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
 
 

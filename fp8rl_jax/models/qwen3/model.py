@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
@@ -273,9 +274,13 @@ def rope_tables(
       Su et al. "RoFormer", arXiv:2104.09864, equation 15.
     """
 
+    # By numpy: a compiler may fold a power of its own into one program and not another.
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+
     def tables(dtype, positions):
-        exponent = jnp.arange(0, head_dim, 2, dtype=jnp.int32).astype(dtype) / head_dim
-        angles = positions[..., None].astype(dtype) * (theta**-exponent)[None, None]
+        angles = positions[..., None].astype(dtype) * frequencies[None, None].astype(
+            dtype
+        )
         return tuple(round_to(f(angles), jnp.float32) for f in (jnp.cos, jnp.sin))
 
     return by_platform(tables, positions)
