@@ -8,8 +8,9 @@ batches of another size on the same side. The second follows every op through th
 ``--trace_layers`` layers: the sampler's prefill and its single-token decoding over the
 cache, each against the trainer's full forward pass. ``own`` is what the op alone
 does, on the trainer's inputs; the columns before it hold what ops before it brought in
-as well. On CPU every difference is 0; the fp8 and bf16 recipes alone are meant to agree
-elsewhere.
+as well. Every difference is 0 on CPU, and under fp8 on a Hopper GPU; the fp8 and bf16
+recipes alone are meant to agree elsewhere. ``--num_layers`` and ``--prompt_length`` vary
+the model and the context; ``--trace_layers=0`` leaves the second table out.
 
 Hardware: any; one GPU of 24 GB for 0.6b. ``--size=small`` runs on a CPU in half a
 minute.
@@ -59,7 +60,8 @@ _PROMPTS = flags.DEFINE_integer("prompts", 4, "Prompts.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Samples a prompt.", lower_bound=1)
 _PROMPT_LENGTH = flags.DEFINE_integer("prompt_length", 100, "Tokens.", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Tokens.", lower_bound=1)
-_TRACE_LAYERS = flags.DEFINE_integer("trace_layers", 4, "Layers traced.", lower_bound=1)
+_NUM_LAYERS = flags.DEFINE_integer("num_layers", None, "In place of the size's own.")
+_TRACE_LAYERS = flags.DEFINE_integer("trace_layers", 4, "Layers traced; 0: no table.")
 _TRACE_STEPS = flags.DEFINE_integer("trace_steps", 4, "Decoded tokens traced.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, prompts and samples.")
 
@@ -372,6 +374,8 @@ def main(argv):
     if len(argv) > 1:
         sys.exit(f"Unexpected arguments: {' '.join(argv[1:])}")
     config = _SMALL if _SIZE.value == "small" else QWEN3_SIZES[_SIZE.value]
+    if _NUM_LAYERS.value is not None:
+        config = dataclasses.replace(config, num_layers=_NUM_LAYERS.value)
     num_steps = min(_TRACE_STEPS.value, _NEW_TOKENS.value - 1)
     subject = make_subject(
         config,
@@ -383,11 +387,15 @@ def main(argv):
         _SEED.value,
     )
     title = (
-        f"{_SIZE.value}, {_RECIPE.value}, {jax.devices()[0].device_kind}, "
-        f"{_PROMPTS.value} x {_SAMPLES.value} completions of {_NEW_TOKENS.value} tokens"
+        f"{_SIZE.value}, {config.num_layers} layers, {_RECIPE.value}, "
+        f"{jax.devices()[0].device_kind}, {_PROMPTS.value} prompts of "
+        f"{_PROMPT_LENGTH.value} x {_SAMPLES.value} completions of "
+        f"{_NEW_TOKENS.value} tokens"
     )
     num_layers = min(_TRACE_LAYERS.value, config.num_layers)
     print_table(log_prob_table(subject), title)
+    if not num_layers:
+        return
     print_table(
         op_table(subject, num_layers, num_steps),
         f"Differing elements, sampler against trainer: {num_layers} layers, "

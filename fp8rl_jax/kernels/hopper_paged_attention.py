@@ -75,7 +75,7 @@ class PagedAttentionConfig:
 def default_config(dtype: jnp.dtype) -> PagedAttentionConfig:
     """The configuration for queries, keys and values of this dtype."""
     if dtype == E4M3:
-        return PagedAttentionConfig()
+        return PagedAttentionConfig(persistent=False)
     return PagedAttentionConfig(stages=2, overlap=False)
 
 
