@@ -9,8 +9,8 @@ batches of another size on the same side. The second follows every op through th
 cache, each against the trainer's full forward pass. ``own`` is what the op alone
 does, on the trainer's inputs; the columns before it hold what ops before it brought in
 as well. Every difference is 0 on CPU, and under fp8 on a Hopper GPU; the fp8 and bf16
-recipes alone are meant to agree elsewhere. ``--num_layers`` and ``--prompt_length`` vary
-the model and the context; ``--trace_layers=0`` leaves the second table out.
+recipes alone are meant to agree elsewhere. ``--num_layers`` and ``--prompt_length``
+vary the model and the context; ``--trace_layers=0`` leaves the second table out.
 
 Hardware: any; one GPU of 24 GB for 0.6b. ``--size=small`` runs on a CPU in half a
 minute.
