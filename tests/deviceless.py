@@ -68,11 +68,18 @@ import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
+from fp8rl_jax.attention import (  # noqa: E402
+    KVCache,
+    Rotation,
+    attention,
+    decode_step,
+)
 from fp8rl_jax.fp8 import (  # noqa: E402
     ACTIVATION_BLOCK,
     WEIGHT_BLOCK,
     ScaledArray,
     fp8_dot_general,
+    get_recipe,
 )
 from fp8rl_jax.fp8.matmul import add_scaled_matmul_nt, scaled_matmul_nt  # noqa: E402
 from fp8rl_jax.fp8.quantize import quantize, quantize_weight  # noqa: E402
@@ -216,6 +223,66 @@ def checkpointed_gradient(m: int, n: int, k: int) -> dict:
     )
 
 
+def decode_loop(recipe: str, num_layers: int, num_pages: int, batch: int) -> dict:
+    """Steps of attention over a donated paged cache, Qwen3-8B's heads."""
+    precision = get_recipe(recipe).rollout
+    heads, kv_heads, head_dim = 32, 8, 128
+    table = jax.ShapeDtypeStruct((batch, 8), jnp.int32)
+
+    def create(table):
+        shape = num_layers, num_pages, kv_heads, head_dim, head_dim
+        return KVCache.create(*shape, table, precision)
+
+    def fn(cache, qkv, rotation, lengths):
+        def step(state):
+            t, cache, qkv = state
+            where = cache.place((lengths + t)[:, None])
+
+            def layer(carry, layer):
+                cache, qkv = carry
+                groups = heads // kv_heads
+                out, cache = decode_step(
+                    qkv, rotation, groups, 1e-6, cache, layer, where, precision
+                )
+                width = heads * head_dim
+                return (
+                    cache,
+                    qkv.at[..., :width].set(out.reshape(batch, 1, width)),
+                ), None
+
+            indices = jnp.arange(num_layers, dtype=jnp.int32)
+            (cache, qkv), _ = lax.scan(layer, (cache, qkv), indices)
+            return t + 1, cache, qkv
+
+        state = jnp.int32(0), cache, qkv
+        return lax.while_loop(lambda state: state[0] < 100, step, state)[1:]
+
+    def f32(*shape):
+        return jax.ShapeDtypeStruct(shape, F32)
+
+    angles = f32(batch, 1, head_dim // 2)
+    return report(
+        fn,
+        jax.eval_shape(create, table),
+        jax.ShapeDtypeStruct((batch, 1, (heads + 2 * kv_heads) * head_dim), BF16),
+        Rotation(f32(head_dim), f32(head_dim), angles, angles),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        donate=0,
+    )
+
+
+def causal_attention(recipe: str, batch: int, length: int) -> dict:
+    """Attention of training, forward, Qwen3-8B's heads."""
+    precision = get_recipe(recipe).train
+
+    def fn(q, k, v, positions):
+        return attention(q, k, v, positions, None, precision)
+
+    shapes = [(batch, length, n, 128) for n in (32, 8, 8)]
+    operands = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+    return report(fn, *operands, jax.ShapeDtypeStruct((batch, length), jnp.int32))
+
+
 # Products as in Qwen3-8B: gate and up, o, and their gradients.
 PROGRAMS = {
     "forward": functools.partial(product, 8192, 24576, 4096),
@@ -228,6 +295,10 @@ PROGRAMS = {
     "layers": functools.partial(layers, 4, 64, 4096),
     "accumulation": functools.partial(accumulation, 4, 2, 4096, 1024),
     "checkpointed gradient": functools.partial(checkpointed_gradient, 1024, 512, 384),
+    "decode loop fp8": functools.partial(decode_loop, "fp8", 3, 2000, 64),
+    "decode loop bf16": functools.partial(decode_loop, "bf16", 3, 2000, 64),
+    "attention fp8": functools.partial(causal_attention, "fp8", 2, 1024),
+    "attention bf16": functools.partial(causal_attention, "bf16", 2, 1024),
 }
 
 

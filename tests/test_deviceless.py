@@ -99,3 +99,32 @@ def test_a_checkpointed_layer_multiplies_three_times(report):
     assert len(products(gradient)) == 3
     assert kernel_calls(gradient) == 6
     assert all(k["spilled"] == 0 for k in gradient["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("name", "opcode"),
+    [
+        ("decode loop fp8", "QGMMA"),
+        ("decode loop bf16", "HGMMA"),
+        ("attention fp8", "QGMMA"),
+        ("attention bf16", "HGMMA"),
+    ],
+)
+def test_attention_multiplies_in_its_dtype_and_spills_nothing(name, opcode, report):
+    kernels = report(name)["kernels"]
+    assert sum(k["opcodes"].get(opcode, 0) > 0 for k in kernels) == 1
+    assert not any(k["spilled"] for k in kernels)
+    assert not any(k["warnings"] for k in kernels)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+def test_a_decode_loop_writes_into_the_donated_pool(recipe, report):
+    found = report(f"decode loop {recipe}")
+    values = 2 * 3 * 2000 * 8 * 128 * 128
+    # One float32 scale for the 128 codes of a token and head.
+    pool = values + values // 32 if recipe == "fp8" else 2 * values
+    assert found["alias_bytes"] >= pool
+    assert found["temp_bytes"] < pool / 100
+    assert not re.search(r"= \S*\[3,2000,8,\S* copy\(", found["hlo"])
+    # Split, norm, RoPE, quantisation and store are one kernel, attention the other.
+    assert kernel_calls(found) == 2

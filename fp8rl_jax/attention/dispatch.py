@@ -69,14 +69,14 @@ def _blocks(positions, segments):
 
 def _attend_self_on_hopper(q, k, v, positions, segments=None, *, precision, dtype):
     batch, length, num_heads, _ = q.shape
-    tokens = [positions] if segments is None else [positions, segments]
     q, k, v = (pad_to_multiple(x, (BLOCK, 1, 1)) for x in (q, k, v))
-    tokens = [pad_to_multiple(x, (BLOCK,)) for x in tokens]
-    if segments is None:  # the padded positions continue the row
-        tokens[0] = jnp.broadcast_to(
-            jnp.arange(q.shape[1], dtype=jnp.int32)[None], (batch, q.shape[1])
-        )
-    first, own = _blocks(*tokens, *[None] * (segments is None))
+    if segments is None:  # the padding continues the row
+        positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        positions = jnp.broadcast_to(positions, q.shape[:2])
+    else:
+        segments = pad_to_multiple(segments, (BLOCK,))
+        positions = pad_to_multiple(positions, (BLOCK,))
+    first, own = _blocks(positions, segments)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     out, lse = _attend_on_hopper(
         q,
