@@ -1,5 +1,6 @@
 """Keys and values that are hard on an FP8 cache, and float64 attention over them."""
 
+import functools
 import math
 
 import jax
@@ -84,29 +85,31 @@ def operands(case, length, seed=0):
     return tuple(jnp.asarray(x, jnp.bfloat16) for x in CASES[case](rng, length))
 
 
+@functools.partial(jax.jit, static_argnames=("precision", "implementation"))
+def _decode_last(q, k, v, table, precision, implementation):
+    length, pages = k.shape[1], table.shape[1]
+    shape = 1, pages + 2, KV_HEADS, PAGE, HEAD_DIM
+    cache = KVCache.create(*shape, table, precision)
+    layer, at = jnp.int32(0), jnp.arange(pages * PAGE, dtype=jnp.int32)[None]
+    where = cache.place(at)
+    extra = ((0, 0), (0, pages * PAGE - length), (0, 0), (0, 0))
+    padded = (jnp.pad(x, extra) for x in (k, v))
+    cache = cache.store(layer, *padded, where, implementation=implementation)
+    where = cache.place(jnp.full((1, 1), length - 1, jnp.int32))
+    out = cached_attention(
+        q[:, -1:], cache, layer, where, precision, implementation=implementation
+    )
+    return out[0, 0]
+
+
 def decode_last(q, k, v, precision, implementation=None):
     """Attention of the last token over a cache of shuffled pages, [N, H]."""
-    length = k.shape[1]
-    pages = -(-length // PAGE)
+    pages = -(-k.shape[1] // PAGE)
     table = np.random.default_rng(1).permutation(pages + 2)[:pages]
     table = jnp.asarray(table[None], jnp.int32)
-    extra = ((0, 0), (0, pages * PAGE - length), (0, 0), (0, 0))
-
-    @jax.jit
-    def run(q, k, v):
-        shape = 1, pages + 2, KV_HEADS, PAGE, HEAD_DIM
-        cache = KVCache.create(*shape, table, precision)
-        layer, at = jnp.int32(0), jnp.arange(pages * PAGE, dtype=jnp.int32)[None]
-        where = cache.place(at)
-        padded = (jnp.pad(x, extra) for x in (k, v))
-        cache = cache.store(layer, *padded, where, implementation=implementation)
-        where = cache.place(jnp.full((1, 1), length - 1, jnp.int32))
-        out = cached_attention(
-            q[:, -1:], cache, layer, where, precision, implementation=implementation
-        )
-        return out[0, 0]
-
-    return np.asarray(run(q, k, v), np.float64)
+    return np.asarray(
+        _decode_last(q, k, v, table, precision, implementation), np.float64
+    )
 
 
 def values(x):
