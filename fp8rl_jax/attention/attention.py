@@ -36,7 +36,7 @@ def attention(
       positions: position of each token within its sequence.
       segments: id of each token's sequence within its row; 0 marks padding, whose
         results mean nothing. None if every row is one sequence from its first token on
-        (and perhaps padding after it).
+        (and perhaps padding after it), whatever ``positions`` says.
       precision: what runs in FP8.
       implementation: "mosaic" (Hopper GPUs) or "reference"; None takes the best that
         runs where the program is lowered for.

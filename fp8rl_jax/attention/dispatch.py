@@ -39,9 +39,15 @@ def _round_trip(x):
 # Attention of rows over themselves.
 
 
+def _one_sequence(shape):
+    """Positions and segments of rows that are one sequence each, padding included."""
+    positions = jnp.arange(shape[1], dtype=jnp.int32)[None]
+    return jnp.broadcast_to(positions, shape), jnp.ones(shape, jnp.int32)
+
+
 def _attend_self(q, k, v, positions, segments=None, *, precision, dtype):
     if segments is None:
-        segments = jnp.ones_like(positions)
+        positions, segments = _one_sequence(positions.shape)
     num_kv_heads = k.shape[2]
     q, k, v = _group(q, num_kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
     if precision.attention:
@@ -70,9 +76,8 @@ def _blocks(positions, segments):
 def _attend_self_on_hopper(q, k, v, positions, segments=None, *, precision, dtype):
     batch, length, num_heads, _ = q.shape
     q, k, v = (pad_to_multiple(x, (BLOCK, 1, 1)) for x in (q, k, v))
-    if segments is None:  # the padding continues the row
-        positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        positions = jnp.broadcast_to(positions, q.shape[:2])
+    if segments is None:
+        positions, _ = _one_sequence(q.shape[:2])
     else:
         segments = pad_to_multiple(segments, (BLOCK,))
         positions = pad_to_multiple(positions, (BLOCK,))
@@ -170,7 +175,7 @@ def _differentiate(
     d_out, out, lse, q, k, v, positions, segments=None, *, precision, dtype
 ):
     if segments is None:
-        segments = jnp.ones_like(positions)
+        positions, segments = _one_sequence(positions.shape)
     batch, length = positions.shape
     num_kv_heads = k.shape[2]
     q, k, v = _values(q, k, v, precision, _round_trip)

@@ -275,15 +275,17 @@ def rope_tables(
     """
 
     # By numpy: a compiler may fold a power of its own into one program and not another.
-    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    # In two parts, whose sum has 48 bits in float64 and is the first in float32.
+    exact = theta ** -(np.arange(0, head_dim, 2) / head_dim)[None, None]
+    first = exact.astype(np.float32)
+    second = (exact - first).astype(np.float32)
 
-    def tables(dtype, positions):
-        angles = positions[..., None].astype(dtype) * frequencies[None, None].astype(
-            dtype
-        )
+    def tables(dtype, positions, first, second):
+        frequencies = first.astype(dtype) + second.astype(dtype)
+        angles = positions[..., None].astype(dtype) * frequencies
         return tuple(round_to(f(angles), jnp.float32) for f in (jnp.cos, jnp.sin))
 
-    return by_platform(tables, positions)
+    return by_platform(tables, positions, jnp.asarray(first), jnp.asarray(second))
 
 
 def abstract_params(config: Qwen3Config, dtype=jnp.float32) -> PyTree:
