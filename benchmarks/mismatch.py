@@ -225,7 +225,7 @@ def _empty_cache(
     config: Qwen3Config, precision: Precision, batch: int, num_slots: int
 ) -> KVCache:
     """Rows that each have pages of their own, one after the other."""
-    page = page_size(num_slots, config.head_dim)
+    page = page_size(num_slots, jax.devices()[0].platform)
     pages = -(-num_slots // page)
     table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
     return KVCache.create(
@@ -305,7 +305,7 @@ def op_table(
     num_samples = len(s.mask) // len(s.prompts)
     prompt_length = len(s.prompts[0])
     num_slots = prompt_length + s.rollouts.tokens.shape[1]
-    page = page_size(num_slots, config.head_dim)
+    page = page_size(num_slots, jax.devices()[0].platform)
     gaps = {
         name: {op: [] for op in (*LAYER_OPS, *HEAD_OPS)}
         for name in ("prefill", "prefill, own", "decode", "decode, own")

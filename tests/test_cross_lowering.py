@@ -65,6 +65,7 @@ def sampler(learner):
     arrays, static = engine._program(
         Prompts([[0] * PROMPT_TOKENS] * PROMPTS, ids),
         SamplingParams(1.0, NEW_TOKENS, CONFIG.eos_token_ids, SAMPLES),
+        "gpu",
     )
     return _generate.trace(
         jax.eval_shape(learner.rollout_weights, params, codes),

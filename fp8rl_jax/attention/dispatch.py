@@ -238,7 +238,7 @@ def _gather(q, page_table, layer, k, v, *scales):
     table = jnp.maximum(page_table, 0)
 
     def pages(x):
-        return jnp.moveaxis(x[layer][table], 1, 2)
+        return jnp.moveaxis(x[layer, table], 1, 2)
 
     def rows(x):
         return x.reshape(*x.shape[:2], -1, *x.shape[4:])

@@ -12,13 +12,17 @@ from fp8rl_jax.fp8 import BLOCK, Precision
 from fp8rl_jax.implementation import Implementation
 
 
-def page_size(num_tokens: int, head_dim: int) -> int:
+def page_size(num_tokens: int, platform: str) -> int:
     """Positions of a page: 128, the block of attention.
 
-    A model that no kernel serves anyway (head_dim is not 128) gets one smaller page a
-    sequence if all of its ``num_tokens`` fit.
+    Where no kernel reads them, sequences whose ``num_tokens`` all fit have one smaller
+    page each.
+
+    Args:
+      num_tokens: of the longest sequence.
+      platform: of the devices, "gpu" for those with kernels.
     """
-    if head_dim == BLOCK or num_tokens > BLOCK:
+    if platform == "gpu" or num_tokens > BLOCK:
         return BLOCK
     return -(-num_tokens // GROUP) * GROUP
 

@@ -38,8 +38,12 @@ def rows_of_values(pages: Array) -> Array:
 
     Works on codes of any dtype.
     """
-    slots = jnp.arange(pages.shape[-1], dtype=jnp.int32)
-    return jnp.take(pages, column_of(slots), axis=-1).mT
+    *lead, head_dim, page = pages.shape
+    # Group, pair, half, bit of a column; a slot is group, half, pair, bit.
+    columns = pages.reshape(*lead, head_dim, page // GROUP, 4, 2, 2)
+    n = len(lead)
+    order = (*range(n), n + 1, n + 3, n + 2, n + 4, n)
+    return columns.transpose(order).reshape(*lead, page, head_dim)
 
 
 def stored_values(codes: Array, scales: Array) -> Float[Array, "... page H"]:

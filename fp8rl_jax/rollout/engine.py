@@ -67,7 +67,8 @@ class StaticRolloutEngine:
           ValueError: an empty prompt, a token outside the vocabulary, or sample ids of
             the wrong shape.
         """
-        arrays, static = self._program(prompts, sampling)
+        (device, *_) = jax.tree.leaves(weights)[0].devices()
+        arrays, static = self._program(prompts, sampling, device.platform)
         if self._mesh is not None:
             arrays = shard_batch(self._mesh, DEFAULT_RULES, arrays)
         seed, step = (np.uint32(k) for k in key)
@@ -86,14 +87,14 @@ class StaticRolloutEngine:
         )
 
     def _program(
-        self, prompts: Prompts, sampling: SamplingParams
+        self, prompts: Prompts, sampling: SamplingParams, platform: str
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Host arrays and static arguments of :func:`_generate`."""
         _check_prompts(prompts, sampling, self._vocab_size)
         num_prompts, shards = len(prompts.tokens), _batch_shards(self._mesh)
         padded = -(-num_prompts // shards) * shards
         longest = max(map(len, prompts.tokens))
-        page = page_size(longest + sampling.max_new_tokens, self._config.head_dim)
+        page = page_size(longest + sampling.max_new_tokens, platform)
         tokens, lengths = _pad(prompts.tokens, padded, padded_length(longest, page))
         pages, num_pages = lay_out(lengths, tokens.shape[1], sampling, page, shards)
         sample_ids = np.zeros((padded, sampling.num_samples), np.int32)

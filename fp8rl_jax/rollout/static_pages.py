@@ -62,7 +62,7 @@ def lay_out(
     prompt_pages = -(-padded // page)
     row_pages = -(-(padded + limit) // page)
     # A row's new tokens begin and end within a page.
-    own = -(-limit // page) + 1
+    own = min(-(-limit // page) + 1, row_pages)
     num_pages = per_shard * (prompt_pages + sampling.num_samples * own)
     parts = [
         _one_shard(part, prompt_pages, row_pages, num_pages, sampling, page)

@@ -42,7 +42,7 @@ def filled(k, v, precision, num_slots=None):
     """One layer's cache that holds k and v at positions 0, 1, ... in shuffled pages."""
     batch, length, heads, head_dim = k.shape
     num_slots = num_slots or length
-    page = page_size(num_slots, head_dim)
+    page = page_size(num_slots, "cpu")
     pages = -(-num_slots // page)
     table = np.random.default_rng(9).permutation(batch * pages + 1)[1:]
     table = jnp.asarray(table.reshape(batch, pages), jnp.int32)

@@ -65,11 +65,12 @@ def quantised(x):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "head_dim", "size"),
-    [(1, 128, 128), (129, 128, 128), (129, 64, 128), (128, 64, 128), (17, 64, 32)],
+    ("num_tokens", "platform", "size"),
+    [(1, "gpu", 128), (129, "gpu", 128), (129, "cpu", 128), (128, "tpu", 128)]
+    + [(17, "cpu", 32)],
 )
-def test_page_size(num_tokens, head_dim, size):
-    assert page_size(num_tokens, head_dim) == size
+def test_page_size(num_tokens, platform, size):
+    assert page_size(num_tokens, platform) == size
 
 
 def test_layout(empty):

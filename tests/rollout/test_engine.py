@@ -192,7 +192,9 @@ def test_samples_of_a_prompt_share_its_prefill(weights):
     def flops(num_samples):
         sampling = dataclasses.replace(SAMPLING, num_samples=num_samples)
         prompts = Prompts([[0] * 512] * 2, np.zeros((2, num_samples), np.int32))
-        program = Engine(CONFIG, PRECISION, VOCAB_SIZE)._program(prompts, sampling)
+        program = Engine(CONFIG, PRECISION, VOCAB_SIZE)._program(
+            prompts, sampling, "cpu"
+        )
         arrays, static = program
         zero = np.uint32(0)
         lowered = engine._generate.lower(weights, arrays, zero, zero, **static)
