@@ -33,15 +33,23 @@ def _chunking(num_rows: int) -> tuple[int, int]:
     return -(-num_rows // size), size
 
 
+def _chunk_ids(num_rows: int, index: Int[Array, ""]) -> tuple[Array, Array]:
+    """The first row of a chunk, and its rows' ids.
+
+    The last chunk is moved back to end at the last row (no padded copy of the head).
+    """
+    _, size = _chunking(num_rows)
+    start = jnp.minimum(index * size, num_rows - size)
+    return start, start + jnp.arange(size, dtype=jnp.int32)
+
+
 def _chunk(head: Float[Array, "V D"], index: Int[Array, ""], vocab_size: int):
     """Rows of a chunk, its first row, the rows' ids and which of them count.
 
-    The last chunk is moved back to end at the last row (no padded copy of the head);
-    rows that the chunk before covers do not count again.
+    Rows that the chunk before covers do not count again.
     """
     _, size = _chunking(head.shape[0])
-    start = jnp.minimum(index * size, head.shape[0] - size)
-    ids = start + jnp.arange(size, dtype=jnp.int32)
+    start, ids = _chunk_ids(head.shape[0], index)
     counts = (ids >= index * size) & (ids < vocab_size)
     return lax.dynamic_slice_in_dim(head, start, size), start, ids, counts
 
@@ -71,7 +79,7 @@ def _visit_chunk_on_hopper(
 ):
     """The same with bits of a row that depend on that row alone."""
     _, size = _chunking(head.shape[0])
-    start = jnp.minimum(index * size, head.shape[0] - size)
+    start, _ = _chunk_ids(head.shape[0], index)
     first, last = index * size - start, jnp.minimum(vocab_size - start, size)
     if head.dtype != hidden.dtype:
         rows = lax.dynamic_slice_in_dim(head, start, size)
@@ -113,7 +121,7 @@ _visit_chunk_in_float32 = PlatformFunction(
 
 def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state):
     """Runs over the chunks; returns the log-sum-exp and the visitor's last state."""
-    num_chunks, size = _chunking(head.shape[0])
+    num_chunks, _ = _chunking(head.shape[0])
     zero = jnp.zeros_like(hidden[:, 0], dtype)
     bf16_on_gpu = dtype == jnp.float32 and hidden.dtype == jnp.bfloat16
     visit_chunk = functools.partial(
@@ -125,8 +133,7 @@ def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state)
     def step(carry, index):
         maximum, total, state = carry
         logits, maximum, total = visit_chunk(hidden, head, index, maximum, total)
-        start = jnp.minimum(index * size, head.shape[0] - size)
-        ids = start + jnp.arange(size, dtype=jnp.int32)
+        _, ids = _chunk_ids(head.shape[0], index)
         return (maximum, total, visit(state, index, ids, logits)), None
 
     carry = (zero - jnp.inf, zero, state)
