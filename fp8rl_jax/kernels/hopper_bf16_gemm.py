@@ -64,8 +64,6 @@ class GemmConfig:
       cluster_axis: "m" or "n".
       stages: steps of K that are loaded ahead; as many as fit if None.
       raster: clusters along M that are visited before the next step along N.
-      lead: steps of K that the first of two warpgroups is kept ahead of the second, so
-        that one multiplies while the other stores its results. 0 for none.
     """
 
     warpgroups: int = 2
@@ -74,7 +72,6 @@ class GemmConfig:
     cluster_axis: Literal["m", "n"] = "m"
     stages: int | None = None
     raster: int = 8
-    lead: int = 0
 
 
 def bf16_gemm(
@@ -277,15 +274,13 @@ def _launch(
     free = _SMEM_BYTES - tile_m * 2 * groups * 4 - store_bytes
     stages = c.stages or min(free // stage_bytes, _MAX_STAGES)
     buffers = 2 if free - stages * stage_bytes >= store_bytes else 1
-    # A warpgroup that could pass a whole tile would not be waited for.
-    lead = c.lead if c.warpgroups == 2 and c.lead < stages < num_k else 0
 
     def body(a, b, *refs):
         if with_statistics:
             bounds, out, statistics, *scratch, statistics_s = refs
         else:
             out, *scratch = refs
-        a_s, b_s, out_s, full, empty, ahead = scratch
+        a_s, b_s, out_s, full, empty = scratch
         wg, cta = lax.axis_index("wg"), lax.axis_index("cluster")
 
         def for_each_tile(visit):
@@ -364,13 +359,8 @@ def _launch(
                         plgpu.wgmma_wait(1)
                         release(first_step + ki - 1)
 
-                    if lead:
-                        pl.when(wg == 1)(lambda: plgpu.barrier_wait(ahead))
                     issue(first_step)
-                    if lead:
-                        lax.fori_loop(1, lead, advance, None)
-                        pl.when(wg == 0)(lambda: plgpu.barrier_arrive(ahead))
-                    lax.fori_loop(max(lead, 1), num_k, advance, None)
+                    lax.fori_loop(1, num_k, advance, None)
                     product = acc[...]
                     release(first_step + num_k - 1)
                     return product
@@ -435,7 +425,6 @@ def _launch(
         _smem((c.warpgroups, buffers, _SLAB, store_n), out_dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty,
-        plgpu.Barrier(),
     ]
     # TMA drops only whole tiles of columns; statistics are stored in whole tiles.
     columns = n + -n % store_n

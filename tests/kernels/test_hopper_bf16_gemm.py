@@ -51,7 +51,7 @@ def two_thread_blocks(monkeypatch):
         ((200, 200, 192), BF16, GemmConfig(2, 256, 1)),
         ((1, 128, 64), F32, GemmConfig(1, 32, 1)),
         ((130, 200, 320), F32, GemmConfig(2, 128, 1, stages=3)),
-        ((256, 200, 320), F32, GemmConfig(2, 128, 2, "m", stages=3, lead=2)),
+        ((256, 200, 320), F32, GemmConfig(2, 128, 2, "m", stages=3)),
         ((300, 130, 128), BF16, GemmConfig(3, 128, 2, "n", stages=2)),
         ((200, 200, 128), BF16, GemmConfig(2, 192, 2, "m", raster=1)),
         ((7, 76, 200), F32, GemmConfig(1, 48, 2, "n")),
