@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fp8rl_jax.attention.layout import column_of, quantize_tokens, rows_of_values
+from fp8rl_jax.attention.layout import place_of, quantize_tokens, rows_of_values
 from fp8rl_jax.attention.reference import attention_backward, attention_forward
 from fp8rl_jax.fp8 import BLOCK, ScaledArray, dequantize
 from fp8rl_jax.fp8.quantize import E4M3, pad_to_multiple
@@ -350,9 +350,10 @@ def store_reference(k_new, v_new, pages, slots, layer, k, v, *scales, dtype):
             at(v, slots).set(v_new, mode="drop"),
         )
     (k_codes, k_scale), (v_codes, v_scale) = map(_stored_codes, (k_new, v_new))
+    group, column = place_of(slots)
     return (
         at(k, slots).set(k_codes, mode="drop"),
-        at(v, slice(None), column_of(slots)).set(v_codes, mode="drop"),
+        at(v, group, slice(None), column).set(v_codes, mode="drop"),
         at(scales[0], slots).set(k_scale, mode="drop"),
         at(scales[1], slots).set(v_scale, mode="drop"),
     )

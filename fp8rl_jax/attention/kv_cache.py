@@ -57,15 +57,15 @@ class KVCache:
 
     Attributes:
       k: [L, P, K, page, H], bfloat16, or e4m3 codes.
-      v: bfloat16 [L, P, K, page, H], or e4m3 codes [L, P, K, H, page], laid out as
-        `attention.layout` says.
+      v: bfloat16 [L, P, K, page, H], or e4m3 codes [L, P, K, page / 16, H, 16], laid
+        out as `attention.layout` says.
       k_scales: float32 [L, P, K, page], powers of two; None for bfloat16.
       v_scales: likewise.
       page_table: int32 [B, pages of a row]; -1 where a row has no page.
     """
 
     k: Float[Array, "L P K page H"] | Float8e4m3fn[Array, "L P K page H"]
-    v: Float[Array, "L P K page H"] | Float8e4m3fn[Array, "L P K H page"]
+    v: Float[Array, "L P K page H"] | Float8e4m3fn[Array, "L P K page/16 H 16"]
     k_scales: Float[Array, "L P K page"] | None
     v_scales: Float[Array, "L P K page"] | None
     page_table: Int[Array, "B pages"]
@@ -93,8 +93,8 @@ class KVCache:
         if not precision.kv_cache:
             k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
             return cls(k, v, None, None, page_table)
-        transposed = *shape[:3], head_dim, page
-        k, v = (jnp.zeros(s, jnp.float8_e4m3fn) for s in (shape, transposed))
+        groups = *shape[:3], page // GROUP, head_dim, GROUP
+        k, v = (jnp.zeros(s, jnp.float8_e4m3fn) for s in (shape, groups))
         ones = [jnp.ones(shape[:-1], jnp.float32) for _ in range(2)]
         return cls(k, v, *ones, page_table)
 

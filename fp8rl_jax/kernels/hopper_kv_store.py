@@ -4,12 +4,8 @@ A pool of L layers and P pages of 128 slots for each of K KV heads is either
 
 * bfloat16: ``(k, v)``, both [L, P, K, 128, H]; or
 * FP8: ``(k, v, k_scales, v_scales)``, e4m3 codes k [L, P, K, 128, H] and
-  v [L, P, K, H, 128], float32 scales [L, P, K, 128].
-
-FP8 values are stored transposed, so that the product with the probabilities reads them
-as it must, along the tokens. Within each group of 16, token 2t + (i & 1) + 8 (i >> 1)
-is in column 4t + i (t, i = 0..3): the order in which the threads of a warpgroup hold
-the probabilities that wgmma left in their registers. Scales are in the order of slots.
+  v [L, P, K, 8, H, 16], laid out as `hopper_value_pages` says, float32 scales
+  [L, P, K, 128] in the order of slots.
 
 A token and head has one scale, amax / 448 rounded up to a power of two, and its codes
 depend on nothing else. If any of its values is inf or NaN, the scale is NaN and the
@@ -26,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
-from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int
 
@@ -39,8 +35,14 @@ from fp8rl_jax.kernels.hopper_quantize_tiles import (
     smem,
     wide_rows,
 )
+from fp8rl_jax.kernels.hopper_value_pages import (
+    GROUP,
+    HEAD_DIM,
+    VALUE_PAGE,
+    in_columns,
+    value_place,
+)
 
-HEAD_DIM = 128
 WARPS = 4  # of a warpgroup
 _HEADS = 4  # of a token that a warpgroup takes: one a warp
 _ONE_OVER_MAX = np.float32(1.0 / 448)
@@ -60,7 +62,7 @@ def store_kv(
 ) -> None:
     """Stores each token in a slot of its own: a decode step.
 
-    Every byte of an FP8 value goes to another 128-byte line, straight from a register.
+    The bytes of an FP8 value, 16 apart, go straight from registers.
 
     Args:
       refs: the pool, see the module; written in place.
@@ -77,7 +79,7 @@ def store_kv(
     num_tokens, num_heads = check_operands(refs, k, v, (pages, slots))
     heads = math.gcd(num_heads, _HEADS)
     fp8 = is_fp8(refs)
-    # The values of an FP8 pool lie a row apart: a store takes one of each thread.
+    # The values of an FP8 pool are apart: a store takes one of each thread.
     layouts = [one_head_a_warp(heads, vector) for vector in (4, 1 if fp8 else 4)]
 
     def body(k, v, pages, slots, layer):
@@ -103,7 +105,8 @@ def store_kv(
             if not fp8:
                 outs[1].at[:, slot][...] = new[1]
                 return
-            outs[1].at[:, :, value_column(slot)][...] = new[1]
+            row_group, column = value_place(slot)
+            outs[1].at[:, row_group, :, column][...] = new[1]
             for ref, scale in zip(outs[2:], scales, strict=True):
                 ref.at[:, slot][...] = scale
 
@@ -150,7 +153,7 @@ def quantize_kv_pages(
     interpret: Interpret = None,
 ) -> tuple[
     Float8e4m3fn[Array, "T/128 K 128 128"],
-    Float8e4m3fn[Array, "T/128 K 128 128"],
+    Float8e4m3fn[Array, "T/128 K 8 128 16"],
     Float[Array, "T/128 K 128"],
     Float[Array, "T/128 K 128"],
 ]:
@@ -192,7 +195,9 @@ def _launch_pages(k, v, into, interpret):
         def _store():
             tokens = pl.ds(run * BLOCK, BLOCK)
             columns = pl.ds(head * HEAD_DIM, HEAD_DIM)
-            tiles, codes_s = buffers
+            tiles, keys_s, values_s = buffers
+            # Where the tiles were, each of which is in registers by then.
+            codes_s = keys_s, values_s.at[2]
             for i, ref in enumerate((k, v)):
                 source = ref.at[tokens, columns]
                 plgpu.copy_gmem_to_smem(source, tiles.at[i], loaded.at[i])
@@ -206,15 +211,13 @@ def _launch_pages(k, v, into, interpret):
                 scales = token_scales(token_amax(x))
                 scales_s[i] = scales
                 if i == 0:
-                    codes = token_codes(x, scales, 0)
+                    codes_s[i][...] = token_codes(x, scales, 0)
                 else:
                     x = plgpu.load(tiles.at[i].T, layout=WGMMA)
                     scales = plgpu.load(scales_s.at[i], layout=WGMMA.reduce(0))
-                    codes = _in_groups(token_codes(x, scales, 1), interpret)
-                # Where the tile was: all of it is in registers.
-                codes_s.at[i, 0][...] = codes
+                    _store_page(codes_s[i], token_codes(x, scales, 1), interpret)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(codes_s.at[i, 0], outs[i])
+                plgpu.copy_smem_to_gmem(codes_s[i], outs[i])
                 plgpu.copy_smem_to_gmem(scales_s.at[i], outs[2 + i])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -222,9 +225,12 @@ def _launch_pages(k, v, into, interpret):
     out_types = []
     operands = [x.reshape(num_tokens, num_heads * HEAD_DIM) for x in (k, v)]
     if into is None:
-        codes = jax.ShapeDtypeStruct(page_shape, E4M3)
+        keys, values = (
+            jax.ShapeDtypeStruct((*page_shape[:2], *page), E4M3)
+            for page in (page_shape[2:], VALUE_PAGE)
+        )
         scales = jax.ShapeDtypeStruct(page_shape[:-1], jnp.float32)
-        out_types = [codes, codes, scales, scales]
+        out_types = [keys, values, scales, scales]
     else:
         operands += [pages, jnp.reshape(layer, (1,))]
     tile = (BLOCK, HEAD_DIM)
@@ -234,7 +240,11 @@ def _launch_pages(k, v, into, interpret):
         grid=(num_pages, num_heads),
         grid_names=("run", "head"),
         scratch_types=(
-            plgpu.RefUnion(smem((2, *tile), jnp.bfloat16), smem((2, 2, *tile), E4M3)),
+            plgpu.RefUnion(
+                smem((2, *tile), jnp.bfloat16),
+                smem(tile, E4M3),
+                plgpu.SMEM((3, *VALUE_PAGE), E4M3),  # two are as large as a tile
+            ),
             plgpu.SMEM((2, BLOCK), jnp.float32),
             plgpu.Barrier(num_barriers=2),
         ),
@@ -267,7 +277,8 @@ def check_operands(refs, k, v, indices, multiple=1):
         )
     tile = (*refs[0].shape[:2], num_heads, BLOCK, HEAD_DIM)
     if is_fp8(refs):
-        expected = [(tile, E4M3)] * 2 + [(tile[:-1], jnp.float32)] * 2
+        values = (*tile[:3], *VALUE_PAGE)
+        expected = [(tile, E4M3), (values, E4M3)] + [(tile[:-1], jnp.float32)] * 2
     else:
         expected = [(tile, jnp.bfloat16)] * 2
     expected = [(shape, jnp.dtype(dtype)) for shape, dtype in expected]
@@ -282,11 +293,6 @@ def check_operands(refs, k, v, indices, multiple=1):
 def is_fp8(refs) -> bool:
     """Whether the pool holds codes."""
     return refs[0].dtype == E4M3
-
-
-def value_column(slot: Int[Array, ""]) -> Int[Array, ""]:
-    """Where a slot's values are: bits 3, 2, 1 of the slot to bits 1, 3, 2."""
-    return (slot & ~14) | ((slot & 6) << 1) | ((slot & 8) >> 2)
 
 
 def token_amax(x: BFloat16[Array, "rows 128"]) -> Float[Array, "rows"]:
@@ -335,36 +341,36 @@ def one_head_a_warp(heads: int, vector: int) -> Any:
     )
 
 
-def _in_groups(
-    codes: Float8e4m3fn[Array, "128 128"], interpret: Interpret
-) -> Float8e4m3fn[Array, "128 128"]:
-    """Moves columns to where the pool has them, inside groups of 16.
+def _store_page(
+    ref: jax.Ref, codes: Float8e4m3fn[Array, "128 128"], interpret: Interpret
+) -> None:
+    """Stores codes of values [H, tokens] as a page.
 
     A thread holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a group, which is what it
     must hold as 4t to 4t + 3: only the names of its registers change.
     """
     rows, columns = codes.shape
     if interpret is not None:
-        groups = codes.reshape(rows, columns // 16, 2, 4, 2)
-        return groups.swapaxes(2, 3).reshape(codes.shape)
-    target = plgpu.Layout.WGMMA_8BIT
+        ref[...] = in_columns(codes).reshape(rows, -1, GROUP).swapaxes(0, 1)
+        return
 
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(codes.shape, E4M3, layout=target),
-    )
-    def relabel(_, codes):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def store(_, ref, codes):
         # By slab of 64 rows, group of 16 columns, half of it, and half of the rows.
-        pairs = codes.registers.reshape(rows // 64, columns // 16, 2, 2)
-        quads = np.empty((rows // 64, columns // 16, 2), dtype=object)
+        pairs = codes.registers.reshape(rows // 64, columns // GROUP, 2, 2)
+        quads = np.empty((rows // 64, columns // GROUP, 2), dtype=object)
         for i in np.ndindex(quads.shape):
             slab, group, half = i
-            quads[i] = mosaic_utils.vector_concat(list(pairs[slab, group, :, half]))
+            quads[i] = mgpu.utils.vector_concat(list(pairs[slab, group, :, half]))
         layout = fa.WGMMA_LAYOUT_8BIT
-        return fa.FragmentedArray(
+        codes = fa.FragmentedArray(
             _registers=quads.reshape(layout.registers_shape(codes.shape)),
             _layout=layout,
             _is_signed=None,
         )
+        # Until no warp reads what was there: Pallas waits for its own stores only.
+        mgpu.utils.warpgroup_barrier()
+        # [rows, columns] in one tile of rows and 16 columns after the other.
+        codes.store_tiled(mgpu.utils.memref_unsqueeze(ref, 0), swizzle=GROUP)
 
-    return relabel(codes)
+    store(ref, codes)

@@ -32,9 +32,17 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float, Int
 
-E4M3 = jnp.float8_e4m3fn
+from fp8rl_jax.kernels.hopper_quantize_tiles import E4M3
+from fp8rl_jax.kernels.hopper_value_pages import (
+    HEAD_DIM,
+    VALUE_PAGE,
+    finish_multiply,
+    for_copies,
+    in_columns,
+    start_multiply,
+)
+
 PAGE = 128  # key positions of a page, query positions of a block
-HEAD_DIM = 128
 _ROW = 128  # bytes of a swizzled row of shared memory
 _SLAB = 64  # rows of one wgmma instruction: what a compute warpgroup owns
 _LANES = 8  # partial sums of a row: columns of a tile of the accumulator
@@ -82,7 +90,7 @@ def default_config(dtype: jnp.dtype) -> PagedAttentionConfig:
 def paged_attention(
     q: Float[Array, "Tq N 128"],
     k: Float[Array, "L P K 128 128"],
-    v: Float[Array, "L P K 128 128"],
+    v: Float[Array, "L P K *page"],
     page_table: Int[Array, "R pages"],
     table_row: Int[Array, "blocks"],
     first_page: Int[Array, "blocks"],
@@ -105,9 +113,8 @@ def paged_attention(
     Args:
       q: e4m3 codes, or bfloat16.
       k: keys [layer, page, KV head, slot, :], in the dtype of ``q``.
-      v: values: bfloat16 like ``k``, or e4m3 [layer, page, KV head, :, slot] with the
-        slots of every 16 in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. Codes in
-        slots that no query sees must be finite.
+      v: values: bfloat16 like ``k``, or e4m3 [layer, page, KV head, 8, :, 16], see
+        `hopper_value_pages`. Codes in slots that no query sees must be finite.
       page_table: int32.
       table_row: int32.
       first_page: int32.
@@ -134,6 +141,7 @@ def paged_attention(
 
     pools = [flat(k), flat(v)]
     if q.dtype == E4M3:
+        pools[1] = for_copies(pools[1])
         pools += [q_scales, *map(flat, scales.values())]
         # By entry of the table: the largest scale of a page up to each slot.
         of_table = jnp.asarray(v_scales)[layer][page_table]
@@ -160,7 +168,7 @@ def _check(q, k, v, q_scales, scales, table_row, first_page, own_page):
     expected = {
         "q": (q, q.dtype, (rows, heads, HEAD_DIM)),
         "k": (k, q.dtype, pool),
-        "v": (v, q.dtype, pool),
+        "v": (v, q.dtype, (*pool[:3], *VALUE_PAGE) if codes else pool),
         "table_row": (table_row, jnp.int32, (rows // PAGE,)),
         "first_page": (first_page, jnp.int32, (rows // PAGE,)),
         "own_page": (own_page, jnp.int32, (rows // PAGE,)),
@@ -236,7 +244,7 @@ def _to_operand(_, p):
 
     A thread's columns of two adjacent tiles become its four of a tile of 16, so column
     16J + 4t + i of the operand is column 16J + 2t + (i & 1) + 8 (i >> 1) of ``p``:
-    the order of the slots of V.
+    the order of the columns of V.
     """
     tiles = p.astype(ir.Float8E4M3FNType.get()).registers.reshape(PAGE // 8, 2)
     registers = np.empty((PAGE // 16, 2), dtype=object)
@@ -251,12 +259,14 @@ def _to_operand(_, p):
     )
 
 
-def _zeros(columns: int) -> Float[Array, "64 columns"]:
+def _zeros(columns: int, interpret: bool) -> Float[Array, "64 columns"]:
     """Zeros of their own for an accumulator.
 
     LLVM would have all accumulators copy one register, and ptxas, which sees the copies
     and no constant, would clear them instead of starting the product afresh.
     """
+    if interpret:
+        return jnp.zeros((_SLAB, columns), jnp.float32)
 
     @plgpu.inline_mgpu(
         return_type=plgpu.ShapeDtypeStruct((_SLAB, columns), jnp.float32, layout=_WGMMA)
@@ -277,12 +287,6 @@ def _zeros(columns: int) -> Float[Array, "64 columns"]:
         )
 
     return zeros()
-
-
-def _permuted(p: Float[Array, "64 128"]) -> Float[Array, "64 128"]:
-    """The columns that :func:`_to_operand` gives, in interpret mode."""
-    groups = p.reshape(_SLAB, PAGE // 16, 2, 4, 2)
-    return jnp.swapaxes(groups, 2, 3).reshape(p.shape)
 
 
 def _scale_over(norm: Float[Array, "n"]) -> Float[Array, "n"]:
@@ -314,7 +318,7 @@ def _launch(q, *operands, config, interpret):
         (q_scales,) = take(1) if codes else (None,)
         scales = take(num_scales)
         page_table, table_row, first_page, own_page, layer, out, lse = take(7)
-        q_s, k_s, v_s, q_scales_s, scales_s, out_s, lse_s, p_s = take(8)
+        q_s, k_s, v_s, q_scales_s, scales_s, out_s, lse_s = take(7)
         q_full, k_full, v_full, k_empty, v_empty = take(5)
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
 
@@ -488,17 +492,26 @@ def _launch(q, *operands, config, interpret):
                 def multiply_qk(i, accumulator):
                     plgpu.wgmma(accumulator, q_s.at[wg], k_s.at[slot_at(i)].T)
 
-                def multiply_pv(i, accumulator, p, first=0):
-                    columns = pl.ds(first, accumulator.shape[1])
-                    value = v_s.at[slot_at(i)]
-                    value = value.at[columns].T if codes else value.at[:, columns]
+                def multiply_pv(i, p, columns, meanwhile=lambda: None):
+                    """What ``meanwhile`` returns, and then P V for these columns."""
+                    values, first = v_s.at[slot_at(i)], columns.start
+                    if codes:
+                        zeros = _zeros(columns.size, emulate)
+                        started = start_multiply(zeros, p, values, first, interpret)
+                        return meanwhile(), finish_multiply(started, interpret)
+                    values = values.at[:, columns]
                     if emulate:
-                        p_s.at[wg][...] = _permuted(p) if codes else p
-                        plgpu.commit_smem()
-                        p = p_s.at[wg]
-                    else:
-                        accumulator[...] = _zeros(accumulator.shape[1])
-                    plgpu.wgmma(accumulator, p, value)
+                        return meanwhile(), jnp.dot(
+                            p, values[...], preferred_element_type=jnp.float32
+                        )
+
+                    def scoped(accumulator):
+                        accumulator[...] = _zeros(columns.size, emulate)
+                        plgpu.wgmma(accumulator, p, values)
+                        other = meanwhile()
+                        return other, plgpu.wgmma_accumulator_load(accumulator)
+
+                    return pl.run_scoped(scoped, plgpu.ACC((_SLAB, columns.size)))
 
                 def scaled(i, s, best, masked):
                     """Scores without the query's scale and their maximum so far.
@@ -557,7 +570,7 @@ def _launch(q, *operands, config, interpret):
                         p = times_columns(p, v_scales_s, slot, _scale_over(factor))
                     plgpu.barrier_arrive(k_empty.at[slot])
                     decay *= norm * _scale_over(new_norm) * (1.0 / _P_SCALE)
-                    p = p.astype(E4M3) if emulate else _to_operand(p)
+                    p = in_columns(p).astype(E4M3) if emulate else _to_operand(p)
                     return p, decay, (new_best, sums, new_norm)
 
                 def add(acc, decay, partial):
@@ -578,11 +591,7 @@ def _launch(q, *operands, config, interpret):
                     plgpu.barrier_wait(v_full.at[slot_at(i)])
 
                     def columns_from(first):
-                        def scoped(accumulator):
-                            multiply_pv(i, accumulator, p, first)
-                            return accumulator[...]
-
-                        partial = pl.run_scoped(scoped, plgpu.ACC((_SLAB, width)))
+                        _, partial = multiply_pv(i, p, pl.ds(first, width))
                         return add(acc[:, first : first + width], decay, partial)
 
                     parts = [columns_from(j) for j in range(0, HEAD_DIM, width)]
@@ -605,18 +614,17 @@ def _launch(q, *operands, config, interpret):
                     def with_scores(scores_acc):
                         multiply_qk(i, scores_acc)
 
-                        def with_result(result_acc):
-                            multiply_pv(i - 1, result_acc, p)
+                        def scale():
                             s = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
                             s, best = scaled(i, s, state[0], masked)
-                            s, best = lax.optimization_barrier((s, best))
-                            # The result frees its registers, and those of p, before
-                            # the new p needs some.
-                            partial = plgpu.wgmma_accumulator_load(result_acc, wait_n=0)
-                            plgpu.barrier_arrive(v_empty.at[slot_at(i - 1)])
-                            return add(acc, decay, partial), s, best
+                            return lax.optimization_barrier((s, best))
 
-                        return pl.run_scoped(with_result, plgpu.ACC((_SLAB, HEAD_DIM)))
+                        # The result frees its registers, and those of p, before the
+                        # new p needs some.
+                        columns = pl.ds(0, HEAD_DIM)
+                        (s, best), partial = multiply_pv(i - 1, p, columns, scale)
+                        plgpu.barrier_arrive(v_empty.at[slot_at(i - 1)])
+                        return add(acc, decay, partial), s, best
 
                     acc, s, best = pl.run_scoped(with_scores, plgpu.ACC((_SLAB, PAGE)))
                     return acc, *probabilities(i, s, best, state, masked)
@@ -684,12 +692,13 @@ def _launch(q, *operands, config, interpret):
         scratch_types=[
             smem(c.warpgroups, _SLAB, q.dtype),
             smem(c.stages, PAGE, q.dtype),
-            smem(c.stages, PAGE, q.dtype),
+            plgpu.SMEM((c.stages, PAGE, HEAD_DIM), E4M3)
+            if codes
+            else smem(c.stages, PAGE, q.dtype),
             vectors(c.warpgroups, _SLAB) if codes else None,
             [vectors(c.stages, PAGE)] * num_scales,
             smem(c.warpgroups, _SLAB, jnp.bfloat16),
             vectors(c.warpgroups, _SLAB),
-            smem(c.warpgroups, _SLAB, q.dtype) if emulate else None,
             barrier(1 + codes, c.warpgroups),
             barrier(1 + num_scales),
             barrier(1),

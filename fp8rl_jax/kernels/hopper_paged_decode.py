@@ -34,9 +34,15 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 from jaxtyping import Array, BFloat16, Float, Int
 
 from fp8rl_jax.kernels.hopper_quantize_tiles import E4M3, ptx, smem
+from fp8rl_jax.kernels.hopper_value_pages import (
+    HEAD_DIM,
+    VALUE_PAGE,
+    for_copies,
+    in_columns,
+    multiply_transposed,
+)
 
 PAGE = 128  # tokens
-HEAD_DIM = 128
 _TMA_ALIGNMENT = 128  # bytes
 _TILE_ROWS = 8  # of a swizzled tile: query heads that one wgmma multiplies
 _NUM_SMS = 132  # of an H100 SXM or H200
@@ -81,7 +87,7 @@ class DecodeConfig:
 def paged_decode(
     q: Float[Array, "B K G H"],
     k: Float[Array, "L P K T H"],
-    v: Float[Array, "L P K _ _"],
+    v: Float[Array, "L P K *page"],
     page_table: Int[Array, "B max_pages"],
     lengths: Int[Array, "B"],
     layer: Int[Array, ""],
@@ -98,8 +104,8 @@ def paged_decode(
     Args:
       q: e4m3 codes, or bfloat16; at most 8 query heads a KV head, H = 128.
       k: e4m3 codes, or bfloat16: pages of T = 128 tokens of every layer.
-      v: e4m3 [L, P, K, H, T], tokens permuted inside groups of 16: column 16J + 4t + i
-        holds token 16J + 2t + (i & 1) + 8 (i >> 1). Or bfloat16 [L, P, K, T, H].
+      v: e4m3 [L, P, K, T/16, H, 16], see `hopper_value_pages`; or bfloat16
+        [L, P, K, T, H].
       page_table: int32: which page holds tokens 128 i to 128 i + 127 of a sequence.
       lengths: int32: keys visible to the query. The output of an empty slot (0) is 0.
       layer: int32: index into the pools, which are neither sliced nor copied.
@@ -139,7 +145,7 @@ def paged_decode(
     def flat(x):
         return x.reshape(-1, *x.shape[3:])
 
-    queries, pages = [tiles(q)], [flat(k), flat(v)]
+    queries, pages = [tiles(q)], [flat(k), flat(for_copies(v) if fp8 else v)]
     if fp8:
         queries += [tiles(q_scales)[..., 0]]
         pages += [flat(k_scales), flat(v_scales)]
@@ -169,7 +175,7 @@ def _check(q, k, v, scales, page_table, lengths, order):
     expected = {
         "q": (q, q.dtype, (num_seqs, num_kv, group, HEAD_DIM)),
         "k": (k, q.dtype, (*pages, HEAD_DIM)),
-        "v": (v, q.dtype, (*pages, HEAD_DIM)),  # PAGE == HEAD_DIM
+        "v": (v, q.dtype, (*pages[:3], *(VALUE_PAGE if fp8 else (PAGE, HEAD_DIM)))),
         "page_table": (page_table, jnp.int32, (num_seqs, page_table.shape[-1])),
         "lengths": (lengths, jnp.int32, (num_seqs,)),
         "order": (order, jnp.int32, (num_seqs,)),
@@ -287,7 +293,7 @@ def _store_p(p_s, p, transforms, interpret):
     heads, dtype = p.shape[0], p_s.dtype
     if interpret is not None:
         if dtype == E4M3:
-            p = p.reshape(heads, 8, 2, 4, 2).swapaxes(2, 3).reshape(heads, PAGE)
+            p = in_columns(p)
         p_s[:heads] = p.astype(dtype)
         return
 
@@ -500,8 +506,12 @@ def _launch(
                         set_column(1, v_norm * 2.0**-_P_EXPONENT)
                     _store_p(p_s, p, operand.transforms, interpret)
                     plgpu.commit_smem()
-                    values = v_s.at[slot] if fp8 else v_s.at[slot].T
-                    part = product(values, p_s.T)
+                    if fp8:
+                        part = multiply_transposed(
+                            v_s.at[slot], p_s, operand.transforms, interpret
+                        )
+                    else:
+                        part = product(v_s.at[slot].T, p_s.T)
                     plgpu.barrier_arrive(empty.at[slot])
                     if fp8:
                         part *= column(1)
@@ -540,8 +550,10 @@ def _launch(
             for_each_item(visit)
             plgpu.wait_smem_to_gmem(0)
 
-    scratch = [smem((stages, *x.shape[1:]), dtype) for x in (queries[0], *pages[:2])]
+    scratch = [smem((stages, *x.shape[1:]), dtype) for x in (queries[0], pages[0])]
+    v_smem = plgpu.SMEM if fp8 else smem
     scratch += [
+        v_smem((stages, *pages[1].shape[1:]), dtype),
         plgpu.RefUnion(
             plgpu.SMEM((_TILE_ROWS, _SCORE_PITCH), jnp.float32),
             plgpu.SMEM((_TILE_ROWS, HEAD_DIM), jnp.bfloat16),

@@ -39,9 +39,9 @@ from fp8rl_jax.kernels.hopper_kv_store import (
     token_amax,
     token_codes,
     token_scales,
-    value_column,
 )
 from fp8rl_jax.kernels.hopper_quantize_tiles import E4M3, Interpret
+from fp8rl_jax.kernels.hopper_value_pages import value_place
 
 _HALF = HEAD_DIM // 2
 _LANES = 32  # of a warp
@@ -179,7 +179,7 @@ def qkv_store(
     check_operands(refs, new, new, (pages, slots))
     fp8 = is_fp8(refs)
     heads, layout = _heads_and_layout(num_heads)
-    # The values of an FP8 pool lie a row apart: a store takes one of each thread.
+    # The values of an FP8 pool are apart: a store takes one of each thread.
     v_layout = one_head_a_warp(heads, 1 if fp8 else 4)
 
     def body(qkv, q_norm, k_norm, cos, sin, pages, slots, layer, *queries):
@@ -222,7 +222,8 @@ def qkv_store(
             if not fp8:
                 outs[1].at[:, slot][...] = value
                 return
-            outs[1].at[:, :, value_column(slot)][...] = value
+            row_group, column = value_place(slot)
+            outs[1].at[:, row_group, :, column][...] = value
             outs[2].at[:, slot][...] = scales[-1]
             outs[3].at[:, slot][...] = v_scales
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.attention import KVCache, attention, cached_attention, page_size
-from fp8rl_jax.attention.layout import column_of, stored_values
+from fp8rl_jax.attention.layout import place_of, stored_values
 
 attend = jax.jit(attention, static_argnums=5)
 
@@ -212,14 +212,15 @@ def corrupt(**changes):
     return apply
 
 
-def repeat_slot(columns):
-    """The first row's first slot once more, in its last."""
+def repeat_slot(x):
+    """The first slot of every row once more, in its last."""
+    return x.at[..., 127].set(x[..., 0])
 
-    def fn(x):
-        last, first = (column_of(i) if columns else i for i in (127, 0))
-        return x.at[..., last].set(x[..., first])
 
-    return fn
+def repeat_value(x):
+    """As :func:`repeat_slot`, of FP8 values."""
+    (last, to), (first, column) = map(place_of, (127, 0))
+    return x.at[..., last, :, to].set(x[..., first, :, column])
 
 
 CORRUPTIONS = {
@@ -234,15 +235,15 @@ CORRUPTIONS = {
         k_scales=lambda c: c.v_scales, v_scales=lambda c: c.k_scales
     ),
     "stale value slot": corrupt(
-        v=lambda c: repeat_slot(columns=True)(c.v),
-        v_scales=lambda c: repeat_slot(columns=False)(c.v_scales),
+        v=lambda c: repeat_value(c.v),
+        v_scales=lambda c: repeat_slot(c.v_scales),
     ),
     "stale key slot": corrupt(
-        k=lambda c: repeat_slot(columns=False)(c.k.mT).mT,
-        k_scales=lambda c: repeat_slot(columns=False)(c.k_scales),
+        k=lambda c: repeat_slot(c.k.mT).mT,
+        k_scales=lambda c: repeat_slot(c.k_scales),
     ),
     "values not permuted": corrupt(
-        v=lambda c: c.v[..., column_of(jnp.arange(128, dtype=jnp.int32))]
+        v=lambda c: c.v[..., place_of(jnp.arange(16, dtype=jnp.int32))[1]]
     ),
     "stale page": corrupt(page_table=lambda c: c.page_table.at[:, 1].set(0)),
     "pages swapped": corrupt(page_table=lambda c: c.page_table[:, ::-1]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.attention import KVCache, page_size
-from fp8rl_jax.attention.layout import column_of, stored_values
+from fp8rl_jax.attention.layout import place_of, stored_values
 
 LAYERS, HEADS, PAGE, HEAD_DIM = 2, 2, 16, 64
 # Three rows of at most two pages; page 0 is nobody's.
@@ -80,21 +80,23 @@ def test_layout(empty):
     for name in ("fp8_kv", "fp8"):
         k, v, *scales = empty(name).arrays()
         assert (k.shape, k.dtype) == (shape, jnp.float8_e4m3fn)
-        assert (v.shape, v.dtype) == ((*shape[:3], HEAD_DIM, PAGE), jnp.float8_e4m3fn)
+        groups = (*shape[:3], PAGE // 16, HEAD_DIM, 16)
+        assert (v.shape, v.dtype) == (groups, jnp.float8_e4m3fn)
         for x in scales:
             assert (x.shape, x.dtype) == (shape[:4], jnp.float32)
     assert cache.page_size == PAGE
 
 
-def test_columns_of_values():
-    # Column 16 j + 4 t + i holds slot 16 j + 2 t + (i & 1) + 8 (i >> 1).
+def test_places_of_values():
+    # Column 4 t + i of group j holds slot 16 j + 2 t + (i & 1) + 8 (i >> 1).
     slots = [
         16 * j + 2 * t + (i & 1) + 8 * (i >> 1)
         for j in range(2)
         for t in range(4)
         for i in range(4)
     ]
-    np.testing.assert_array_equal(column_of(np.array(slots)), np.arange(32))
+    places = place_of(np.array(slots))
+    np.testing.assert_array_equal(places, np.divmod(np.arange(32), 16))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
@@ -128,7 +130,8 @@ def test_a_non_finite_token_has_codes_0_and_scale_nan(bad, empty, new):
     at = 0, TABLE[0, 0], 1
     assert np.isnan(cache.k_scales[*at, 2]) and np.isnan(cache.v_scales[*at, 2])
     assert not np.any(f64(cache.k)[*at, 2])
-    assert not np.any(f64(cache.v)[*at, :, column_of(2)])
+    group, column = place_of(2)
+    assert not np.any(f64(cache.v)[*at, group, :, column])
     assert np.isfinite(cache.k_scales).sum() == cache.k_scales.size - 1
 
 

@@ -70,10 +70,10 @@ def quantized(x):
     return codes.astype(E4M3), np.where(finite, scales, np.nan).astype(np.float32)
 
 
-def column(slot):
-    """The column whose token, as the layout is defined, is in ``slot``."""
+def place(slot):
+    """The group and the column whose token, as the layout is defined, is in a slot."""
     group = [2 * t + (i & 1) + 8 * (i >> 1) for t in range(4) for i in range(4)]
-    return slot // 16 * 16 + group.index(slot % 16)
+    return slot // 16, group.index(slot % 16)
 
 
 def old_pool(heads, fp8):
@@ -81,7 +81,8 @@ def old_pool(heads, fp8):
     shape = (LAYERS, PAGES, heads, 128, 128)
     if not fp8:
         return [normal(seed, *shape) for seed in range(2)]
-    codes = [normal(seed, *shape).astype(E4M3) for seed in range(2)]
+    shapes = shape, (*shape[:3], 8, 128, 16)
+    codes = [normal(seed, *shape).astype(E4M3) for seed, shape in enumerate(shapes)]
     return codes + [abs(normal(3, *shape[:-1])).astype(np.float32)] * 2
 
 
@@ -96,7 +97,8 @@ def updated(pool, k, v, pages, slots, layer):
             k_page[:, slots[t]], v_page[:, slots[t]] = k[t], v[t]
             continue
         k_page[:, slots[t]], scales[0][:, slots[t]] = quantized(k[t])
-        v_page[:, :, column(slots[t])], scales[1][:, slots[t]] = quantized(v[t])
+        group, column = place(slots[t])
+        v_page[:, group, :, column], scales[1][:, slots[t]] = quantized(v[t])
     return pool
 
 

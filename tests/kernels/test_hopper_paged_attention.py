@@ -33,9 +33,8 @@ def powers(rng, low, high, shape):
 def with_values(pools, v):
     """The pools with these values [L, P, K, 128, H] in the layout of the kernel."""
     if v.dtype == E4M3:
-        columns = np.swapaxes(v, -1, -2)
-        columns = columns.reshape(*columns.shape[:-1], -1, 16)[..., ORDER]
-        return pools | {"v": columns.reshape(v.shape)}
+        groups = v.reshape(*v.shape[:3], 8, 16, 128)[..., ORDER, :]
+        return pools | {"v": np.swapaxes(groups, -1, -2)}
     return pools | {"v": v}
 
 

@@ -12,7 +12,7 @@ from fp8rl_jax.kernels.hopper_paged_decode import DecodeConfig, paged_decode
 INTERPRET = plgpu.InterpretGPUParams()
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 T = H = 128
-# The token in every column of a page of V's codes.
+# The token in every column of all groups of a page of V's codes.
 TOKENS = np.array(
     [
         16 * j + 2 * t + (i & 1) + 8 * (i >> 1)
@@ -43,6 +43,7 @@ def cache(lengths, num_kv, group, dtype, seed=0):
         return args
     for name, shape in shapes.items():
         args[name] = (60 * rng.standard_normal(shape)).clip(-448, 448).astype(E4M3)
+    args["v"] = args["v"].reshape(*pages[:3], T // 16, H, 16)
     # The maximum moves from block to block; the scales of values are anything.
     for name, shape, low, high in (
         ("q", queries, -6, -3),
@@ -81,8 +82,11 @@ def reference(args):
             v = float64(args["v"][1, pages, head])
             step = np.zeros(n)
             if fp8:
-                permuted, v = v, np.empty_like(v)
-                v[:, TOKENS] = permuted.swapaxes(1, 2)
+                stored, v = (
+                    v.swapaxes(-1, -2).reshape(-1, T, H),
+                    np.empty((len(v), T, H)),
+                )
+                v[:, TOKENS] = stored
                 scales = [
                     float64(args[name][1, pages, head]).reshape(-1)[:n]
                     for name in ("k_scales", "v_scales")

@@ -56,6 +56,7 @@ def old_pool(heads, fp8):
     dtype = E4M3 if fp8 else BF16
     pool = [rng.standard_normal(shape).astype(dtype) for _ in range(2)]
     if fp8:
+        pool[1] = pool[1].reshape(*shape[:3], 8, 128, 16)
         pool += [rng.standard_normal(shape[:-1]).astype(np.float32) for _ in range(2)]
     return pool
 
