@@ -92,18 +92,28 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static, q, k, v, tokens):
-    return _attention_fwd(static, q, k, v, tokens)[0]
+    return _attend_self(static, q, k, v, tokens, with_values=False)[0]
+
+
+def _attend_self(static, q, k, v, tokens, with_values):
+    return attend_self(
+        *(q, k, v, *tokens), with_values=with_values, dtype=q.dtype, **static._asdict()
+    )
 
 
 def _attention_fwd(static, q, k, v, tokens):
-    out, lse = attend_self(q, k, v, *tokens, dtype=q.dtype, **static._asdict())
-    return out, (out, lse, q, k, v, tokens)
+    out, *residuals = _attend_self(static, q, k, v, tokens, with_values=True)
+    return out, (out, *residuals, tokens)
 
 
 def _attention_bwd(static, residuals, d_out):
     *arrays, tokens = residuals
     gradients = differentiate(
-        d_out, *arrays, *tokens, dtype=d_out.dtype, **static._asdict()
+        d_out,
+        *arrays,
+        *tokens,
+        dtype=d_out.dtype,
+        implementation=static.implementation,
     )
     return *gradients, jax.tree.map(lambda _: None, tokens)
 

@@ -45,10 +45,15 @@ def _one_sequence(shape):
     return jnp.broadcast_to(positions, shape), jnp.ones(shape, jnp.int32)
 
 
-def _attend_self(q, k, v, positions, segments=None, *, precision, dtype):
+def _attend_self(q, k, v, positions, segments=None, *, precision, with_values, dtype):
     if segments is None:
         positions, segments = _one_sequence(positions.shape)
-    num_kv_heads = k.shape[2]
+    num_kv_heads, values = k.shape[2], ()
+    if with_values:
+        values = (
+            _round_trip(q) if precision.attention else q,
+            *(_round_trip(x) if precision.kv_cache else x for x in (k, v)),
+        )
     q, k, v = _group(q, num_kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
     if precision.attention:
         q, k, v = map(quantize_tokens, (q, k, v))
@@ -57,7 +62,7 @@ def _attend_self(q, k, v, positions, segments=None, *, precision, dtype):
     tokens = positions, segments
     out, lse = attention_forward(q, k, v, *tokens, *tokens, out_dtype=dtype)
     batch, length = positions.shape
-    return _ungroup(out, length), lse.reshape(batch, -1, length)
+    return _ungroup(out, length), lse.reshape(batch, -1, length), *values
 
 
 def _blocks(positions, segments):
@@ -73,7 +78,10 @@ def _blocks(positions, segments):
     return first.reshape(-1), own.reshape(-1)
 
 
-def _attend_self_on_hopper(q, k, v, positions, segments=None, *, precision, dtype):
+def _attend_self_on_hopper(
+    q, k, v, positions, segments=None, *, precision, with_values, dtype
+):
+    del dtype
     batch, length, num_heads, _ = q.shape
     q, k, v = (pad_to_multiple(x, (BLOCK, 1, 1)) for x in (q, k, v))
     if segments is None:
@@ -83,41 +91,46 @@ def _attend_self_on_hopper(q, k, v, positions, segments=None, *, precision, dtyp
         positions = pad_to_multiple(positions, (BLOCK,))
     first, own = _blocks(positions, segments)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    if precision.attention:
+        quantized = (
+            hopper_quantize_tokens.quantize_tokens(q, with_values=with_values),
+            hopper_kv_store.quantize_kv_pages(k, v, with_values=with_values),
+        )
+        (q, q_scales, *values), (k, v, *scales) = quantized
+        scales, values = [q_scales, *scales[:2]], [*values, *scales[2:]]
+    else:
+        scales, values = (), (q, k, v) if with_values else ()
+        k, v = (x.reshape(-1, BLOCK, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))
     out, lse = _attend_on_hopper(
         q,
-        jnp.arange(k.shape[0] // BLOCK, dtype=jnp.int32)[None],
-        jnp.zeros_like(own),
+        *scales[:1],
+        page_table=jnp.arange(own.size, dtype=jnp.int32)[None],
+        row=jnp.zeros_like(own),
+        first=first,
+        own=own,
+        layer=jnp.int32(0),
+        pool=[x[None] for x in (k, v, *scales[1:])],
+    )
+    lse = lse.reshape(num_heads, batch, -1).swapaxes(0, 1)
+    rows = (x.reshape(batch, -1, *x.shape[1:])[:, :length] for x in (out, *values))
+    out, *values = rows
+    return out, lse[:, :, :length], *values
+
+
+def _attend_on_hopper(q, *q_scales, page_table, row, first, own, layer, pool):
+    """Of query blocks [Tq, N, H] over pages."""
+    k, v, *scales = pool
+    names = ("q_scales", "k_scales", "v_scales") if scales else ()
+    return hopper_paged_attention.paged_attention(
+        q,
+        k,
+        v,
+        page_table,
+        row,
         first,
         own,
-        jnp.int32(0),
-        *(x[None] for x in _pages(k, v, precision.attention)),
-        fp8=precision.attention,
-    )
-    out = out.reshape(batch, -1, *out.shape[1:])[:, :length]
-    lse = lse.reshape(num_heads, batch, -1).swapaxes(0, 1)
-    return out, lse[:, :, :length]
-
-
-def _pages(k, v, fp8):
-    """Keys and values [T, K, H] as pages."""
-    if fp8:
-        return hopper_kv_store.quantize_kv_pages(k, v)
-    return [x.reshape(-1, BLOCK, *x.shape[1:]).swapaxes(1, 2) for x in (k, v)]
-
-
-def _attend_on_hopper(q, page_table, row, first, own, layer, k, v, *scales, fp8):
-    """Of query blocks [Tq, N, H] over pages."""
-    extra = {}
-    if fp8:
-        q, q_scales = hopper_quantize_tokens.quantize_tokens(q)
-        k_scales, v_scales = scales
-        extra = dict(
-            q_scales=q_scales,
-            k_scales=k_scales,
-            v_scales=v_scales,
-        )
-    return hopper_paged_attention.paged_attention(
-        q, k, v, page_table, row, first, own, layer, **extra
+        layer,
+        **dict(zip(names, (*q_scales, *scales), strict=True)),
     )
 
 
@@ -126,14 +139,11 @@ def _codes(x):
     return q.codes, q.scales[..., 0]
 
 
-def _self_types(q, *_, precision, dtype):
+def _self_types(q, k, v, *_, precision, with_values, dtype):
     del precision
     batch, length, heads, _ = q
-    return [(q, dtype), ((batch, heads, length), jnp.float32)]
-
-
-def _no_kernel_for_self(q, *_, precision, dtype):
-    return no_kernel(q[-1], dtype, precision.kv_cache == precision.attention)
+    values = [(x, dtype) for x in (q, k, v)] if with_values else []
+    return [(q, dtype), ((batch, heads, length), jnp.float32), *values]
 
 
 def no_kernel(head_dim, dtype, one_recipe=True, page=BLOCK) -> str | None:
@@ -155,30 +165,21 @@ attend_self = PlatformFunction(
     _self_types,
     _attend_self,
     {"mosaic": one_at_a_time(_attend_self_on_hopper)},
-    no_kernel=_no_kernel_for_self,
+    no_kernel=lambda q, *_, precision, with_values, dtype: no_kernel(
+        q[-1], dtype, precision.kv_cache == precision.attention
+    ),
 )
 
 
-# Its gradient.
+# Its gradient, by the values that its products saw.
 
 
-def _values(q, k, v, precision, round_trip):
-    """What the products see, in bfloat16."""
-    if precision.attention:
-        q = round_trip(q)
-    if precision.kv_cache:
-        k, v = map(round_trip, (k, v))
-    return q, k, v
-
-
-def _differentiate(
-    d_out, out, lse, q, k, v, positions, segments=None, *, precision, dtype
-):
+def _differentiate(d_out, out, lse, q, k, v, positions, segments=None, *, dtype):
+    del dtype
     if segments is None:
         positions, segments = _one_sequence(positions.shape)
     batch, length = positions.shape
     num_kv_heads = k.shape[2]
-    q, k, v = _values(q, k, v, precision, _round_trip)
     rows = [_group(x, num_kv_heads) for x in (d_out, out)]
     lse = lse.reshape(batch, num_kv_heads, -1)
     heads = _group(q, num_kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -188,16 +189,11 @@ def _differentiate(
 
 
 def _differentiate_on_hopper(
-    d_out, out, lse, q, k, v, positions, segments=None, *, precision, dtype
+    d_out, out, lse, q, k, v, positions, segments=None, *, dtype
 ):
+    del dtype
     length = q.shape[1]
-
-    def round_trip(x):
-        rows = hopper_quantize_tokens.round_tokens(x.reshape(-1, *x.shape[2:]))
-        return rows.reshape(x.shape)
-
-    arrays = d_out, out, *_values(q, k, v, precision, round_trip)
-    arrays = [pad_to_multiple(x, (BLOCK, 1, 1)) for x in arrays]
+    arrays = [pad_to_multiple(x, (BLOCK, 1, 1)) for x in (d_out, out, q, k, v)]
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -length % BLOCK)), constant_values=jnp.inf)
     sequences = () if segments is None else _sequences(positions, segments)
     gradients = cudnn_attention.attention_backward(*arrays, lse, *sequences)
@@ -221,12 +217,10 @@ def _sequences(positions, segments):
 
 differentiate = PlatformFunction(
     "attend_self_backward",
-    lambda d_out, out, lse, q, k, v, *_, precision, dtype: [
-        (shape, dtype) for shape in (q, k, v)
-    ],
+    lambda d_out, out, lse, q, k, v, *_, dtype: [(shape, dtype) for shape in (q, k, v)],
     _differentiate,
     {"mosaic": one_at_a_time(_differentiate_on_hopper)},
-    no_kernel=_no_kernel_for_self,
+    no_kernel=lambda d_out, *_, dtype: no_kernel(d_out[-1], dtype),
 )
 
 
@@ -288,15 +282,17 @@ def _attend_pages_on_hopper(q, positions, order, page_table, layer, *pool, fp8, 
     own = positions[:, ::BLOCK] // BLOCK
     own = jnp.where(jnp.take_along_axis(page_table, own, axis=1) < 0, -1, own)
     row = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], own.shape)
+    queries = (q.reshape(-1, num_heads, head_dim),)
+    if fp8:
+        queries = hopper_quantize_tokens.quantize_tokens(*queries)
     out, _ = _attend_on_hopper(
-        q.reshape(-1, num_heads, head_dim),
-        page_table,
-        row.reshape(-1),
-        jnp.zeros(own.size, jnp.int32),
-        own.reshape(-1),
-        layer,
-        *pool,
-        fp8=fp8,
+        *queries,
+        page_table=page_table,
+        row=row.reshape(-1),
+        first=jnp.zeros(own.size, jnp.int32),
+        own=own.reshape(-1),
+        layer=layer,
+        pool=pool,
     )
     return (out.reshape(q.shape)[:, :length],)
 

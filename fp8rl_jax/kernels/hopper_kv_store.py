@@ -143,39 +143,38 @@ def store_kv_pages(
       ValueError: shapes or dtypes do not fit.
     """
     check_operands(refs, k, v, (pages,), BLOCK)
-    _launch_pages(k, v, (refs, pages, layer), interpret)
+    _launch_pages(k, v, (refs, pages, layer), False, interpret)
 
 
 def quantize_kv_pages(
     k: BFloat16[Array, "T K 128"],
     v: BFloat16[Array, "T K 128"],
     *,
+    with_values: bool = False,
     interpret: Interpret = None,
-) -> tuple[
-    Float8e4m3fn[Array, "T/128 K 128 128"],
-    Float8e4m3fn[Array, "T/128 K 8 128 16"],
-    Float[Array, "T/128 K 128"],
-    Float[Array, "T/128 K 128"],
-]:
+) -> tuple[Array, ...]:
     """The pages that :func:`store_kv_pages` stores in an FP8 pool, as new arrays.
 
     Args:
       k: keys after RoPE, T a multiple of 128.
       v: values.
+      with_values: whether to return what the codes stand for as well.
       interpret: see :func:`store_kv`.
 
     Returns:
-      Codes of keys and of values and scales of keys and of values: one layer's pool of
-      T/128 pages.
+      Codes of keys [T/128, K, 128, 128] and of values [T/128, K, 8, 128, 16], float32
+      scales of keys and of values [T/128, K, 128]: one layer's pool of T/128 pages.
+      With values, the dequantised keys and values, exact, bfloat16 [T, K, 128].
 
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
     _check_new(k, v, BLOCK)
-    return tuple(_launch_pages(k, v, None, interpret))
+    pages = _launch_pages(k, v, None, with_values, interpret)
+    return (*pages[:4], *(x.reshape(k.shape) for x in pages[4:]))
 
 
-def _launch_pages(k, v, into, interpret):
+def _launch_pages(k, v, into, with_values, interpret):
     num_tokens, num_heads, _ = k.shape
     num_pages = num_tokens // BLOCK
     refs, pages, layer = into or (None, None, None)
@@ -185,10 +184,10 @@ def _launch_pages(k, v, into, interpret):
         run, head = lax.axis_index("run"), lax.axis_index("head")
         if into is None:
             *outs, buffers, scales_s, loaded = rest
-            page, outs = run, [ref.at[run, head] for ref in outs]
+            page, outs, rounded = run, [x.at[run, head] for x in outs[:4]], outs[4:]
         else:
             pages, layer, buffers, scales_s, loaded = rest
-            page = pages[run]
+            page, rounded = pages[run], ()
             outs = [ref.at[layer[0], page, head] for ref in refs]
 
         @pl.when(page >= 0)
@@ -210,6 +209,9 @@ def _launch_pages(k, v, into, interpret):
                 x = plgpu.load(tiles.at[i], layout=layout)
                 scales = token_scales(token_amax(x))
                 scales_s[i] = scales
+                if rounded:
+                    values = token_values(token_codes(x, scales, 0), scales)
+                    rounded[i].at[tokens, columns][...] = values
                 if i == 0:
                     codes_s[i][...] = token_codes(x, scales, 0)
                 else:
@@ -231,6 +233,8 @@ def _launch_pages(k, v, into, interpret):
         )
         scales = jax.ShapeDtypeStruct(page_shape[:-1], jnp.float32)
         out_types = [keys, values, scales, scales]
+        if with_values:
+            out_types += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     else:
         operands += [pages, jnp.reshape(layer, (1,))]
     tile = (BLOCK, HEAD_DIM)
@@ -319,6 +323,16 @@ def token_codes(
     scaled = x.astype(jnp.float32) * lax.broadcast_in_dim(inverse, x.shape, [axis])
     finite = lax.broadcast_in_dim(scales == scales, x.shape, [axis])
     return jnp.where(finite, scaled, jnp.zeros_like(scaled)).astype(E4M3)
+
+
+def token_values(
+    codes: Float8e4m3fn[Array, "rows 128"], scales: Float[Array, "rows"]
+) -> BFloat16[Array, "rows 128"]:
+    """What codes of rows stand for, which bfloat16 holds exactly."""
+    # There is no direct conversion; float16 holds every code.
+    values = codes.astype(jnp.float16).astype(jnp.float32)
+    values *= lax.broadcast_in_dim(scales, values.shape, [0])
+    return values.astype(jnp.bfloat16)
 
 
 def one_head_a_warp(heads: int, vector: int) -> Any:

@@ -147,6 +147,13 @@ def test_new_pages():
     tokens = np.arange(256)
     expected = updated(pool, k, v, tokens // 128, tokens % 128, 0)
     assert_same(out, [x[0] for x in expected])
+    with_values = functools.partial(kv_store.quantize_kv_pages, with_values=True)
+    *again, keys, values = run(with_values, k, v)
+    assert_same(again, out)
+    for rounded, x in ((keys, k), (values, v)):
+        codes, scales = quantized(x)
+        codes = codes.astype(np.float64) * scales[..., None]
+        assert_same(rounded, codes.astype(rounded.dtype))
 
 
 def test_codes_are_the_references():

@@ -37,20 +37,26 @@ def tokens(num_tokens):
 def test_codes_and_values_are_the_references(num_tokens):
     x = tokens(num_tokens)
     expected = quantize_tokens(x)
-    codes, scales = run(kernels.quantize_tokens, x)
+    with_values = functools.partial(kernels.quantize_tokens, with_values=True)
+    codes, scales, values = run(with_values, x)
     assert_same(codes, expected.codes)
     assert_same(scales.T, expected.scales[..., 0])
-    assert_same(run(kernels.round_tokens, x), dequantize(expected, jnp.bfloat16))
+    assert_same(values, dequantize(expected, jnp.bfloat16))
+    for alone, beside in zip(
+        run(kernels.quantize_tokens, x), (codes, scales), strict=True
+    ):
+        assert_same(alone, beside)
 
 
 def test_what_is_not_finite_stays_so():
     x = tokens(32).at[5, 0, 9].set(jnp.nan).at[6, 1, 0].set(jnp.inf)
-    codes, scales = run(kernels.quantize_tokens, x)
+    with_values = functools.partial(kernels.quantize_tokens, with_values=True)
+    codes, scales, values = run(with_values, x)
     bad = np.zeros((32, 2), bool)
     bad[5, 0] = bad[6, 1] = True
     np.testing.assert_array_equal(np.isnan(scales.T), bad)
     assert not np.any(np.asarray(codes, np.float32)[bad])
-    values = np.asarray(run(kernels.round_tokens, x), np.float32)
+    values = np.asarray(values, np.float32)
     np.testing.assert_array_equal(np.isnan(values).all(-1), bad)
 
 
@@ -58,4 +64,4 @@ def test_other_tokens_are_refused():
     with pytest.raises(ValueError, match=r"bfloat16 \[T, N, 128\], got float32"):
         kernels.quantize_tokens(jnp.zeros((32, 2, 128)))
     with pytest.raises(ValueError, match=r"got bfloat16 \(32, 2, 64\)"):
-        kernels.round_tokens(jnp.zeros((32, 2, 64), jnp.bfloat16))
+        kernels.quantize_tokens(jnp.zeros((32, 2, 64), jnp.bfloat16))
