@@ -5,6 +5,8 @@
 Qwen3-8B's heads (32 query, 8 KV, head_dim 128), one layer, random pages of a pool much
 larger than the L2 cache. Times are of the kernels alone, median and [fastest, slowest].
 The share of 4.8 TB/s counts the keys, values and scales of the visible tokens once.
+Stores are measured alone, and as the model has them: in one kernel with the split of
+the projection, norms, RoPE and the quantisation of queries.
 Mixed contexts are drawn between 64 and 16,384 tokens, uniformly or log-uniformly.
 
 Hardware: one Hopper GPU with 80 GB free; one minute.
@@ -24,7 +26,9 @@ from fp8rl_jax.attention import KVCache
 from fp8rl_jax.attention.layout import quantize_tokens
 from fp8rl_jax.console import print_table
 from fp8rl_jax.fp8 import Precision, get_recipe
+from fp8rl_jax.kernels.hopper_kv_store import store_kv
 from fp8rl_jax.kernels.hopper_paged_decode import paged_decode
+from fp8rl_jax.kernels.hopper_qkv import qkv_store
 
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Timed calls.", lower_bound=1)
 _BATCHES = flags.DEFINE_multi_integer("batch", [64, 256, 512], "Sequences.")
@@ -131,11 +135,70 @@ def rows(name: str) -> list[dict[str, str]]:
     return out
 
 
+def store(pool, k, v, *where):
+    """Quantises and stores a step's keys and values."""
+    refs = tuple(jax.new_ref(x) for x in pool)
+    store_kv(refs, k, v, *where)
+    return tuple(jax.freeze(ref) for ref in refs), ()
+
+
+def project_and_store(pool, qkv, norm, cos, sin, *where):
+    """From the projection to stored keys and values, and to queries."""
+    refs = tuple(jax.new_ref(x) for x in pool)
+    tables = norm, norm, cos, sin
+    groups = _HEADS // _KV_HEADS
+    queries = qkv_store(refs, qkv, *tables, *where, groups=groups, eps=1e-6)
+    return tuple(jax.freeze(ref) for ref in refs), queries
+
+
+def store_rows(name: str) -> list[dict[str, str]]:
+    """The rows of a recipe in the table of stores."""
+    precision = get_recipe(name).rollout
+    num_pages = max(_BATCHES.value) * _LONGEST // _PAGE
+    out = []
+    for batch in _BATCHES.value:
+        sets = []
+        for seed in range(8):
+            rng = np.random.default_rng(seed)
+            keys = jax.random.split(jax.random.key(seed))
+            where = (
+                jnp.asarray(rng.permutation(num_pages)[:batch], jnp.int32),
+                jnp.asarray(rng.integers(0, _PAGE, batch), jnp.int32),
+                jnp.int32(0),
+            )
+            shape = batch, _HEADS + 2 * _KV_HEADS, _HEAD_DIM
+            x = jax.random.normal(keys[0], shape, jnp.bfloat16)
+            angles = jax.random.normal(keys[1], (2, batch, _HEAD_DIM // 2))
+            sets.append((x, jnp.ones((_HEAD_DIM,)), *angles, where))
+        alone = [(x[:, :_KV_HEADS], x[:, -_KV_HEADS:], *w) for x, _, _, _, w in sets]
+        fused = [(x.reshape(batch, -1), *rest, *w) for x, *rest, w in sets]
+        for label, fn, operands in (
+            ("quantise and store", store, alone),
+            ("split, norm, RoPE, quantise and store", project_and_store, fused),
+        ):
+            pool = make_cache(num_pages, precision).arrays()
+            times = device_time(fn, operands, state=pool, repeats=_REPEATS.value)
+            us, *ends = (1e6 * f(times) for f in (statistics.median, min, max))
+            out.append(
+                {
+                    "pages": name,
+                    "tokens": str(batch),
+                    "kernel": label,
+                    "us": f"{us:.1f} [{ends[0]:.1f}, {ends[1]:.1f}]",
+                }
+            )
+            print(out[-1], flush=True)
+    return out
+
+
 def main(argv: list[str]) -> None:
-    """Prints the table."""
+    """Prints the tables."""
     del argv
+    device = jax.devices()[0].device_kind
+    stores = [row for name in ("fp8", "bf16") for row in store_rows(name)]
+    print_table(stores, f"One layer's keys and values of a step, {device}")
     table = [row for name in ("fp8", "bf16") for row in rows(name)]
-    print_table(table, f"Paged decode attention, {jax.devices()[0].device_kind}")
+    print_table(table, f"Paged decode attention, {device}")
 
 
 if __name__ == "__main__":

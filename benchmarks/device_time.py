@@ -11,7 +11,11 @@ from jax._src.lib import mosaic_gpu
 
 
 def device_time(
-    fn: Callable[..., Any], operands: Sequence[tuple[Any, ...]], *, repeats: int = 20
+    fn: Callable[..., Any],
+    operands: Sequence[tuple[Any, ...]],
+    *,
+    state: Any = None,
+    repeats: int = 20,
 ) -> list[float]:
     """Seconds that the kernels of each call of ``fn`` take together.
 
@@ -21,19 +25,29 @@ def device_time(
       fn: a function of arrays, compiled or not.
       operands: sets of its arguments, used in turn. Sets that together exceed the L2
         cache keep it from serving one call with what another left there.
+      state: if given, ``fn`` takes it first and returns its successor and a result. It
+        is donated, and gone afterwards.
       repeats: calls.
 
     Raises:
       RuntimeError: the calls launched different numbers of kernels, or none.
     """
     if not isinstance(fn, jax.stages.Compiled):
-        fn = jax.jit(fn)
-    jax.block_until_ready([fn(*args) for args in operands])
+        fn = jax.jit(fn, donate_argnums=() if state is None else 0)
+
+    def call(args):
+        nonlocal state
+        if state is None:
+            return fn(*args)
+        state, out = fn(state, *args)
+        return out
+
+    jax.block_until_ready(([call(args) for args in operands], state))
     cupti = mosaic_gpu._mosaic_gpu_ext
     cupti._cupti_init()
     try:
-        results = [fn(*operands[i % len(operands)]) for i in range(repeats)]
-        jax.block_until_ready(results)
+        results = [call(operands[i % len(operands)]) for i in range(repeats)]
+        jax.block_until_ready((results, state))
     finally:
         # Pairs of a kernel's name and its milliseconds, in the order of execution.
         kernels = cupti._cupti_get_timings(False)

@@ -40,7 +40,7 @@ def test_product_is_within_float32_sums_of_the_exact_one():
     assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
 
 
-@pytest.mark.parametrize(("name", "bound"), [("bf16", 1e-3), ("fp8", 5e-2)])
+@pytest.mark.parametrize(("name", "bound"), [("bf16", 1e-3), ("fp8", 0.0)])
 def test_sampler_and_trainer_are_close(name, bound):
     config = Qwen3Config(
         vocab_size=384,
@@ -72,4 +72,4 @@ def test_sampler_and_trainer_are_close(name, bound):
     frozen = learner.frozen_weights(params, codes)
     scored = learner.score(frozen, learner.put(micro_batches(tokens, 8)))[0]
     d = (np.asarray(scored) - place_on_targets(rollouts.log_probs, mask))[mask]
-    assert np.mean(np.expm1(d) - d) < bound
+    assert np.mean(np.expm1(d) - d) <= bound
