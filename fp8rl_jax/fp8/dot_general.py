@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8rl_jax.fp8.gradient_ref import GradientRef
-from fp8rl_jax.fp8.matmul import matmul_nt, scaled_matmul_nt
+from fp8rl_jax.fp8.matmul import matmul_nt, scaled_matmul_nt, xla_matmul_nt
 from fp8rl_jax.fp8.quantize import (
     WEIGHT_BLOCK,
     dequantize,
@@ -207,14 +207,14 @@ def _matmul_bwd(static, residuals, dy):
         dx = scaled_matmul_nt(rows, w, x_like.dtype, **choice)
     else:
         w = dequantize(w, dy.dtype) if isinstance(w, ScaledArray) else w
-        dx = matmul_nt(dy, round_to(w, dy.dtype).T, x_like.dtype)
+        dx = xla_matmul_nt(dy, round_to(w, dy.dtype).T, x_like.dtype)
     dw = None
     if wgrad and gradient_ref is not None:
         gradient_ref.add_product(columns, x, static.implementation)
     elif wgrad:
         dw = scaled_matmul_nt(columns, x, w_like.dtype, **choice)
     elif w_like is not None:
-        dw = matmul_nt(dy.T, round_to(x, dy.dtype).T, w_like.dtype)
+        dw = xla_matmul_nt(dy.T, round_to(x, dy.dtype).T, w_like.dtype)
         if gradient_ref is not None:
             gradient_ref.add(dw)
             dw = None

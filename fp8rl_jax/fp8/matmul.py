@@ -14,7 +14,7 @@ from fp8rl_jax.implementation import (
     compute_capability,
     one_at_a_time,
 )
-from fp8rl_jax.kernels import hopper_gemm, triton_gemm
+from fp8rl_jax.kernels import hopper_bf16_gemm, hopper_gemm, triton_gemm
 from fp8rl_jax.numerics import by_platform, round_to
 
 _NT = (((1,), (1,)), ((), ()))
@@ -22,10 +22,15 @@ _NT = (((1,), (1,)), ((), ()))
 _MAX_UNROLL = 4
 
 
-def matmul_nt(
+# Up to so many rows a bfloat16 product is bound by reading the other operand. Of more,
+# as a trainer has, XLA's is faster.
+_MAX_KERNEL_ROWS = 1024
+
+
+def xla_matmul_nt(
     a: Float[Array, "M K"], b: Float[Array, "N K"], out_dtype: jnp.dtype
 ) -> Float[Array, "M N"]:
-    """a b^T with operands of one dtype, wide accumulation and one rounding."""
+    """a b^T by XLA, with operands of one dtype, wide accumulation and one rounding."""
 
     def product(dtype, a, b):
         if dtype == jnp.float32 and a.dtype == jnp.bfloat16:
@@ -34,6 +39,60 @@ def matmul_nt(
         return round_to(numerics.dot(dtype, a, b, _NT), out_dtype)
 
     return by_platform(product, a, b)
+
+
+def matmul_nt(
+    a: Float[Array, "M K"],
+    b: Float[Array, "N K"],
+    out_dtype: jnp.dtype,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "M N"]:
+    """a b^T as :func:`xla_matmul_nt`, by a kernel where that is few bfloat16 rows.
+
+    The kernel reads a layer of stacked weights in place, of which XLA makes a copy.
+
+    Args:
+      a: [M, K].
+      b: [N, K], of the same dtype.
+      out_dtype: of the result.
+      implementation: "mosaic" (Hopper GPUs, bfloat16, up to 1,024 rows) or
+        "reference"; None takes the best that runs where the program is lowered for.
+    """
+    (y,) = _matmul(
+        a,
+        b,
+        dtypes=(a.dtype, b.dtype),
+        out_dtype=jnp.dtype(out_dtype),
+        implementation=implementation,
+    )
+    return y
+
+
+def _no_matmul_kernel(a, b, *, dtypes, out_dtype):
+    del b
+    if set(dtypes) != {jnp.dtype(jnp.bfloat16)}:
+        return f"The kernel multiplies bfloat16, got {[d.name for d in dtypes]}."
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        return f"The kernel stores bfloat16 or float32, got {out_dtype.name}."
+    if a[0] > _MAX_KERNEL_ROWS:
+        return f"XLA's product is faster than the kernel's for {a[0]} rows."
+    return None
+
+
+_matmul = PlatformFunction(
+    "matmul",
+    lambda a, b, *, dtypes, out_dtype: [((a[0], b[0]), out_dtype)],
+    lambda a, b, *, dtypes, out_dtype: (xla_matmul_nt(a, b, out_dtype),),
+    {
+        "mosaic": one_at_a_time(
+            lambda a, b, *, dtypes, out_dtype: (
+                hopper_bf16_gemm.bf16_gemm(a, b, out_dtype=out_dtype),
+            )
+        )
+    },
+    no_kernel=_no_matmul_kernel,
+)
 
 
 def scaled_matmul_nt(
