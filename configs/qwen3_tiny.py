@@ -7,10 +7,11 @@ step and stops once 38 % of the held-out sums are right (or one step before, if 
 jumps beyond 45 %); GRPO then goes on without any supervised term.
 
 Hardware: two CPU cores, 1.3 GB.
-Time: 5 minutes, of which one and a half compile and warm up.
-Result: held-out accuracy 0 % at the start, 38.5 % after the warm start, 77 % after GRPO
-    (one run; runs with other batches and schedules ended between 68 and 83 %). Sampler
-    and trainer log-probs are equal in every step: `train/logprob_abs_diff_max` is 0.
+Time: about 5 minutes 10 seconds (estimated from 70 steps, which took 4 min 39 s), of
+    which one and a half compile and warm up.
+Result: held-out accuracy 0 % at the start, 38.5 % after the warm start, 82.5 % after
+    GRPO with seed 0; 42.5 -> 84.5 % with seed 1, 40.5 -> 73 % with seed 2. Sampler and
+    trainer log-probs are equal in every step: `train/logprob_abs_diff_max` is 0.
 """
 
 from fp8rl_jax.config import base_config
@@ -31,7 +32,7 @@ def get_config():
     c.task.num_operands = 3
     c.task.num_validation = 200  # of 1000; an order of summands counts as a problem
     c.task.hold_out_commuted = False
-    c.task.max_prompt_length = 16
+    c.task.max_prompt_length = 8
     c.sampling.max_new_tokens = 3  # two digits and the end
 
     c.warm_start.enabled = True
@@ -42,7 +43,7 @@ def get_config():
     c.warm_start.max_accuracy = 0.45
     c.warm_start.max_steps = 150
 
-    c.grpo.num_steps = 70
+    c.grpo.num_steps = 80
     c.grpo.num_prompts_per_step = 128
     c.grpo.num_generations_per_prompt = 8
     c.grpo.num_mini_batches = 4
@@ -50,9 +51,9 @@ def get_config():
     c.train.micro_batch_size = 256
     c.train.remat = "none"
 
-    c.optimizer.learning_rate = 2e-4
+    c.optimizer.learning_rate = 4e-4
     c.optimizer.warmup_steps = 20
-    c.optimizer.decay_steps = 360  # four updates a step: the last has an eighth left
+    c.optimizer.decay_steps = 360  # four updates a step: the last has 3.5 % left
     c.optimizer.b2 = 0.99
     c.optimizer.weight_decay = 0.0
 
