@@ -1,22 +1,24 @@
 """The one token-log-prob function: sampler and trainer both read the head from here.
 
 Logits are the product of bfloat16 hidden states and the bfloat16 head with wide
-accumulation, divided by the temperature and never rounded before the log-sum-exp. They
-are computed in chunks of the vocabulary, so that [tokens, vocabulary] never exists.
-Rows of the head beyond the tokenizer's vocabulary (padding) are masked.
+accumulation, times the reciprocal of the temperature, and never rounded before the
+log-sum-exp. They are computed in chunks of the vocabulary, so that [tokens, vocabulary]
+never exists. Rows of the head beyond the tokenizer's vocabulary (padding) are masked.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, PyTree
 
 from fp8rl_jax import numerics
 from fp8rl_jax.implementation import PlatformFunction, one_at_a_time
 from fp8rl_jax.kernels import hopper_bf16_gemm
+from fp8rl_jax.kernels.hopper_bf16_gemm import STATISTICS_COLUMNS
 from fp8rl_jax.numerics import by_platform, round_to, unify_varying
 
 # Fixed: the sampling noise of a chunk is keyed by the chunk's index.
@@ -26,120 +28,190 @@ _NT = (((1,), (1,)), ((), ()))
 _NN = (((1,), (0,)), ((), ()))
 _TN = (((0,), (0,)), ((), ()))
 
+_MANTISSA = 23  # bits of a float32 below its leading one
+_BIAS = 127  # of its exponent
 
-def _chunking(num_rows: int) -> tuple[int, int]:
+
+def _reciprocal(dtype, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / x of a positive, normal float32 x below 2^126, correctly rounded to dtype.
+
+    By integers in float32, where a GPU divides only nearly and a compiler, what it
+    knows, exactly: a constant temperature and an operand would get different bits.
+    """
+    if dtype == jnp.float64:
+        return 1.0 / x.astype(dtype)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = bits >> _MANTISSA
+    with jax.enable_x64(True):
+        leading = 1 << _MANTISSA
+        mantissa = ((bits & (leading - 1)) | leading).astype(jnp.uint64)
+        quotient = (jnp.uint64(1 << 2 * _MANTISSA + 2) // mantissa + 1) >> 1
+        quotient = quotient.astype(jnp.int32).astype(jnp.float32)
+    scale = (2 * _BIAS - 1 - exponent) << _MANTISSA
+    return quotient * 2.0**-_MANTISSA * lax.bitcast_convert_type(scale, jnp.float32)
+
+
+def chunking(num_rows: int) -> tuple[int, int]:
     """Number of chunks and rows per chunk."""
     size = min(VOCAB_CHUNK, num_rows)
     return -(-num_rows // size), size
 
 
-def _chunk_ids(num_rows: int, index: Int[Array, ""]) -> tuple[Array, Array]:
-    """The first row of a chunk, and its rows' ids.
+def _bounds(
+    num_rows: int, vocab_size: int, index: Int[Array, "..."]
+) -> tuple[Array, Array, Array]:
+    """The first row of a chunk, and its columns from and up to which rows count.
 
     The last chunk is moved back to end at the last row (no padded copy of the head).
-    """
-    _, size = _chunking(num_rows)
-    start = jnp.minimum(index * size, num_rows - size)
-    return start, start + jnp.arange(size, dtype=jnp.int32)
-
-
-def _chunk(head: Float[Array, "V D"], index: Int[Array, ""], vocab_size: int):
-    """Rows of a chunk, its first row, the rows' ids and which of them count.
-
     Rows that the chunk before covers do not count again.
     """
-    _, size = _chunking(head.shape[0])
-    start, ids = _chunk_ids(head.shape[0], index)
-    counts = (ids >= index * size) & (ids < vocab_size)
-    return lax.dynamic_slice_in_dim(head, start, size), start, ids, counts
+    _, size = chunking(num_rows)
+    start = jnp.minimum(index * size, num_rows - size)
+    return start, index * size - start, jnp.clip(vocab_size - start, 0, size)
 
 
-def _logits(dtype, hidden, rows, temperature):
+def _chunk(head: Float[Array, "V D"], bounds: tuple[Array, Array, Array]):
+    """Rows of a chunk, its first row, the rows' ids and which of them count."""
+    _, size = chunking(head.shape[0])
+    start, first, last = bounds
+    columns = jnp.arange(size, dtype=jnp.int32)
+    counts = (columns >= first) & (columns < last)
+    rows = lax.dynamic_slice_in_dim(head, start, size)
+    return rows, start, start + columns, counts
+
+
+def _logits(dtype, hidden, rows, inverse_temperature):
     rows = round_to(rows, hidden.dtype)
-    return numerics.dot(dtype, hidden, rows, _NT) / temperature
+    return numerics.dot(dtype, hidden, rows, _NT) * inverse_temperature[:, None]
 
 
-def _visit_chunk(hidden, head, index, maximum, total, *, temperature, vocab_size):
-    """Logits of a chunk, and the maximum and sum of exponentials with it added.
+def _tiling(size: int) -> tuple[int, int]:
+    """Number of tiles of a chunk, and columns per tile: those that share statistics."""
+    tile = STATISTICS_COLUMNS if size % STATISTICS_COLUMNS == 0 else size
+    return size // tile, tile
 
-    The sum is relative to the maximum. In the dtype of ``maximum``.
+
+def _visit_chunk(hidden, head, bounds, index, inverse_temperature):
+    """Logits [B, C] of a chunk, and their statistics [2, C / tile, B].
+
+    The maximum of a tile and the sum of exponentials relative to it; -inf and 0 where
+    nothing counts. In the dtype of ``inverse_temperature``.
     """
-    dtype = maximum.dtype
-    rows, _, _, counts = _chunk(head, index, vocab_size)
-    logits = _logits(dtype, hidden, rows, temperature)
+    rows, _, _, counts = _chunk(head, tuple(bounds[index]))
+    logits = _logits(inverse_temperature.dtype, hidden, rows, inverse_temperature)
     logits = jnp.where(counts[None, :], logits, -jnp.inf)
-    new_maximum = jnp.maximum(maximum, jnp.max(logits, -1))
-    total = total * jnp.exp(maximum - new_maximum)
-    total = total + jnp.sum(jnp.exp(logits - new_maximum[:, None]), -1)
-    return logits, new_maximum, total
+    tiles = logits.reshape(logits.shape[0], *_tiling(logits.shape[1]))
+    maxima = jnp.max(tiles, -1)
+    finite = jnp.where(maxima == -jnp.inf, 0.0, maxima)
+    sums = jnp.sum(jnp.exp(tiles - finite[..., None]), -1)
+    return logits, jnp.stack([maxima.T, sums.T])
 
 
-def _visit_chunk_on_hopper(
-    hidden, head, index, maximum, total, *, temperature, vocab_size
-):
+def _visit_chunk_on_hopper(hidden, head, bounds, index, inverse_temperature):
     """The same with bits of a row that depend on that row alone."""
-    _, size = _chunking(head.shape[0])
-    start, _ = _chunk_ids(head.shape[0], index)
-    first, last = index * size - start, jnp.minimum(vocab_size - start, size)
+    _, size = chunking(head.shape[0])
     if head.dtype != hidden.dtype:
-        rows = lax.dynamic_slice_in_dim(head, start, size)
-        head, start = round_to(rows, hidden.dtype), jnp.int32(0)
-    logits, *tiles = hopper_bf16_gemm.head_logits(
-        hidden, head, start, first, last, num_columns=size, temperature=temperature
+        rows = lax.dynamic_slice_in_dim(head, bounds[index, 0], size)
+        head, bounds = round_to(rows, hidden.dtype), bounds.at[:, 0].set(0)
+    return hopper_bf16_gemm.head_logits(
+        hidden, head, bounds, index, inverse_temperature, num_columns=size
     )
-    # XLA sums a row in an order that depends on the number of rows. In float64 that
-    # moves the last of 53 bits.
-    with jax.enable_x64(True):
-        tile_max, tile_total, maximum, total = (
-            x.astype(jnp.float64) for x in (*tiles, maximum, total)
-        )
-        new_maximum = jnp.maximum(maximum, jnp.max(tile_max, -1))
-        total = total * jnp.exp(maximum - new_maximum)
-        total += jnp.sum(tile_total * jnp.exp(tile_max - new_maximum[:, None]), -1)
-        return logits, new_maximum.astype(jnp.float32), total.astype(jnp.float32)
 
 
-def _no_kernel(hidden, head, *_, temperature, vocab_size):
-    _, size = _chunking(head[0])
-    if size % 128 or hidden[1] % 64:
+def _no_kernel(hidden, head, *_):
+    _, size = chunking(head[0])
+    if size % STATISTICS_COLUMNS or hidden[1] % 64:
         return "The kernel of the head takes 128 rows of multiples of 64 features."
     return None
 
 
+def _chunk_types(hidden, head, *_):
+    _, size = chunking(head[0])
+    shapes = (hidden[0], size), (2, _tiling(size)[0], hidden[0])
+    return [(shape, jnp.float32) for shape in shapes]
+
+
 _visit_chunk_in_float32 = PlatformFunction(
     "visit_vocabulary_chunk",
-    lambda hidden, head, index, *_, temperature, vocab_size: [
-        ((hidden[0], _chunking(head[0])[1]), jnp.float32),
-        (hidden[:1], jnp.float32),
-        (hidden[:1], jnp.float32),
-    ],
+    _chunk_types,
     _visit_chunk,
     {"mosaic": one_at_a_time(_visit_chunk_on_hopper)},
     no_kernel=_no_kernel,
 )
 
 
-def _scan_vocabulary(dtype, hidden, head, temperature, vocab_size, visit, state):
-    """Runs over the chunks; returns the log-sum-exp and the visitor's last state."""
-    num_chunks, _ = _chunking(head.shape[0])
-    zero = jnp.zeros_like(hidden[:, 0], dtype)
+def _log_sum_exp(statistics: Float[Array, "N 2 T B"]) -> tuple[Float[Array, "B"]]:
+    """Merges the statistics of all tiles of all chunks."""
+    maxima, sums = statistics[:, 0], statistics[:, 1]
+    maximum = jnp.max(maxima, (0, 1))
+    total = jnp.sum(sums * jnp.exp(maxima - maximum[None, None]), (0, 1))
+    return (maximum + jnp.log(total),)
+
+
+def _log_sum_exp_on_hopper(statistics):
+    # XLA adds in an order that depends on the number of rows. In float64 that moves
+    # the last of 53 bits.
+    with jax.enable_x64(True):
+        (lse,) = _log_sum_exp(statistics.astype(jnp.float64))
+        return (lse.astype(jnp.float32),)
+
+
+_log_sum_exp_in_float32 = PlatformFunction(
+    "log_sum_exp",
+    lambda statistics: [(statistics[-1:], jnp.float32)],
+    _log_sum_exp,
+    {"mosaic": _log_sum_exp_on_hopper},
+)
+
+
+def scan_vocabulary(
+    dtype: jnp.dtype,
+    hidden: Float[Array, "B D"],
+    head: Float[Array, "V D"],
+    temperature: Float[Array, "B"],
+    vocab_size: int,
+    visit: Callable[..., tuple[PyTree, PyTree]],
+    state: PyTree,
+) -> tuple[Float[Array, "B"], PyTree, PyTree]:
+    """Runs over the chunks of the head; for use inside :func:`numerics.by_platform`.
+
+    Args:
+      dtype: of logits and results.
+      hidden: final hidden states.
+      head: output head.
+      temperature: float32, positive.
+      vocab_size: ids from here on do not count.
+      visit: ``visit(state, index, ids, logits)`` is called with the index of a chunk,
+        its ids [C] and logits [B, C], -inf where an id does not count or the chunk
+        before has it too; returns the new state and what to stack.
+      state: the first.
+
+    Returns:
+      The log-sum-exp of a row's logits, the last state and what was stacked.
+    """
+    num_chunks, size = chunking(head.shape[0])
+    chunk_bounds = functools.partial(_bounds, head.shape[0], vocab_size)
+    table = jnp.stack(chunk_bounds(jnp.arange(num_chunks, dtype=jnp.int32)), -1)
+    inverse_temperature = _reciprocal(dtype, temperature)
     bf16_on_gpu = dtype == jnp.float32 and hidden.dtype == jnp.bfloat16
-    visit_chunk = functools.partial(
-        _visit_chunk_in_float32 if bf16_on_gpu else _visit_chunk,
-        temperature=temperature,
-        vocab_size=vocab_size,
-    )
+    visit_chunk = _visit_chunk_in_float32 if bf16_on_gpu else _visit_chunk
+    log_sum_exp = _log_sum_exp_in_float32 if bf16_on_gpu else _log_sum_exp
 
-    def step(carry, index):
-        maximum, total, state = carry
-        logits, maximum, total = visit_chunk(hidden, head, index, maximum, total)
-        _, ids = _chunk_ids(head.shape[0], index)
-        return (maximum, total, visit(state, index, ids, logits)), None
+    def step(carry, _):
+        # Carried: a slice of an array of indices would be one more kernel.
+        index, state = carry
+        logits, statistics = visit_chunk(
+            hidden, head, table, index, inverse_temperature
+        )
+        start, *_ = chunk_bounds(index)
+        ids = start + jnp.arange(size, dtype=jnp.int32)
+        state, out = visit(state, index, ids, logits)
+        return (index + 1, state), (statistics, out)
 
-    carry = (zero - jnp.inf, zero, state)
-    indices = jnp.arange(num_chunks, dtype=jnp.int32)
-    (maximum, total, state), _ = lax.scan(step, carry, indices)
-    return maximum + jnp.log(total), state
+    carry = (jnp.int32(0), state)
+    (_, state), (statistics, stacked) = lax.scan(step, carry, length=num_chunks)
+    (lse,) = log_sum_exp(statistics)
+    return lse, state, stacked
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -154,11 +226,12 @@ def _token_log_probs_fwd(hidden, head, targets, head_gradient, temperature, voca
         def visit(target_logits, index, ids, logits):
             is_target = ids[None, :] == targets[:, None]
             found = jnp.max(jnp.where(is_target, logits, -jnp.inf), -1)
-            return jnp.maximum(target_logits, found)
+            return jnp.maximum(target_logits, found), None
 
-        start = jnp.zeros_like(hidden[:, 0], dtype) - jnp.inf
-        lse, target_logits = _scan_vocabulary(
-            dtype, hidden, head, temperature, vocab_size, visit, start
+        low = jnp.full_like(hidden[:, 0], -jnp.inf, dtype)
+        temperatures = jnp.full(hidden.shape[:1], temperature, jnp.float32)
+        lse, target_logits, _ = scan_vocabulary(
+            dtype, hidden, head, temperatures, vocab_size, visit, low
         )
         return round_to(target_logits - lse, jnp.float32), round_to(lse, jnp.float32)
 
@@ -168,13 +241,16 @@ def _token_log_probs_fwd(hidden, head, targets, head_gradient, temperature, voca
 
 def _token_log_probs_bwd(temperature, vocab_size, residuals, cotangent):
     def backward(dtype, cotangent, hidden, head, targets, lse, head_gradient):
-        num_chunks, size = _chunking(head.shape[0])
-        scale = (cotangent.astype(dtype) / temperature)[:, None]
+        num_chunks, size = chunking(head.shape[0])
+        temperatures = jnp.full(hidden.shape[:1], temperature, jnp.float32)
+        inverse_temperature = _reciprocal(dtype, temperatures)
+        scale = (cotangent.astype(dtype) * inverse_temperature)[:, None]
 
         def step(carry, index):
             d_hidden, d_head = carry
-            rows, start, ids, counts = _chunk(head, index, vocab_size)
-            logits = _logits(dtype, hidden, rows, temperature)
+            bounds = _bounds(head.shape[0], vocab_size, index)
+            rows, start, ids, counts = _chunk(head, bounds)
+            logits = _logits(dtype, hidden, rows, inverse_temperature)
             probs = jnp.exp(logits - lse[:, None].astype(dtype))
             is_target = (ids[None, :] == targets[:, None]).astype(dtype)
             d_logits = (is_target - probs) * scale
@@ -221,7 +297,7 @@ def token_log_probs(
       head: output head (or tied embedding), any floating dtype; rounded to the
         activation dtype.
       targets: token ids below ``vocab_size``.
-      temperature: positive; the sampling temperature.
+      temperature: positive; the sampling temperature, rounded to float32.
       vocab_size: number of ids that may occur; further rows of the head are masked.
       head_gradient: float32 Ref like ``head``: where the backward pass adds the head's
         gradient instead of returning it.
@@ -237,84 +313,3 @@ def token_log_probs(
         flat, head, ids, head_gradient, float(temperature), vocab_size
     )
     return log_probs.reshape(targets.shape)
-
-
-def _gumbel(bits: UInt32[Array, "..."], dtype) -> Float[Array, "..."]:
-    """Standard Gumbel noise, finite for all bits.
-
-    The uniform variable is the centre of one of 2^23 cells of (0, 1): with more cells
-    the last centre would round to 1 in float32, and its noise would be infinite.
-    """
-    cells = (bits >> 9).astype(jnp.float32)
-    uniform = (cells.astype(dtype) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
-
-
-def sample_tokens(
-    hidden: Float[Array, "B D"],
-    head: Float[Array, "V D"],
-    keys: Array,
-    *,
-    temperature: float,
-    vocab_size: int,
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """Draws one token a row by the Gumbel-max rule, with its log-probability.
-
-    The noise is a function of a row's key and the token id alone, so a row's token does
-    not depend on its batch. Ties go to the lowest id.
-
-    Args:
-      hidden: final hidden states.
-      head: output head.
-      keys: one PRNG key a row.
-      temperature: 0 takes the most likely token; its log-probability is then reported
-        at temperature 1.
-      vocab_size: ids from here on are never drawn.
-
-    Returns:
-      int32 token ids, and their float32 log-probabilities exactly as
-      :func:`token_log_probs` gives them.
-    """
-    _, size = _chunking(head.shape[0])
-
-    def forward(dtype, hidden, head, key_data):
-        row_keys = jax.random.wrap_key_data(key_data)
-
-        def noise(index):
-            def row(key):
-                return jax.random.bits(
-                    jax.random.fold_in(key, index), (size,), "uint32"
-                )
-
-            return _gumbel(jax.vmap(row)(row_keys), dtype)
-
-        def visit(best, index, ids, logits):
-            best_score, best_id, best_logit = best
-            scores = logits
-            if temperature > 0:
-                # Shifted so that noise belongs to ids, also in the moved last chunk.
-                shift = index * size - ids[0]
-                moved = jnp.roll(noise(index), shift, axis=-1)
-                scores = logits + moved
-            # The lowest id with the best score. (argmax does not lower in float64.)
-            score = jnp.max(scores, -1)
-            is_best = scores == score[:, None]
-            last = jnp.iinfo(jnp.int32).max
-            token = jnp.min(jnp.where(is_best, ids[None, :], last), -1)
-            is_token = ids[None, :] == token[:, None]
-            logit = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1)
-            better = score > best_score
-            return (
-                jnp.where(better, score, best_score),
-                jnp.where(better, token, best_id),
-                jnp.where(better, logit, best_logit),
-            )
-
-        low = jnp.zeros_like(hidden[:, 0], dtype) - jnp.inf
-        start = (low, jnp.zeros_like(low, jnp.int32), low)
-        lse, (_, token, logit) = _scan_vocabulary(
-            dtype, hidden, head, temperature or 1.0, vocab_size, visit, start
-        )
-        return token, round_to(logit - lse, jnp.float32)
-
-    return by_platform(forward, hidden, head, jax.random.key_data(keys))

@@ -110,15 +110,14 @@ def bf16_gemm(
 def head_logits(
     hidden: BFloat16[Array, "M D"],
     head: BFloat16[Array, "V D"],
-    start: Int[Array, ""],
-    first: Int[Array, ""],
-    last: Int[Array, ""],
+    bounds: Int[Array, "N 3"],
+    index: Int[Array, ""],
+    inverse_temperature: Float[Array, "M"],
     *,
     num_columns: int = 4096,
-    temperature: float,
     config: GemmConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "M C"], Float[Array, "M C/128"], Float[Array, "M C/128"]]:
+) -> tuple[Float[Array, "M C"], Float[Array, "2 C/128 M"]]:
     """Logits of a chunk of the vocabulary and, per 128 of them, their exponentials.
 
     The bits of a row depend on this row alone. The sum of a tile of 128 columns is
@@ -129,17 +128,20 @@ def head_logits(
       hidden: final hidden states.
       head: the whole output head: of it C rows are read and none is copied, if V is a
         multiple of 8.
-      start: int32: the first of these rows, a multiple of 8.
-      first: int32: the first column of the chunk, counted from ``start``, that counts.
-      last: int32: where those that count end. The others are masked.
+      bounds: int32: of each chunk, the first of these rows, a multiple of 8; the first
+        column, counted from it, that counts; and where those that count end. The
+        others are masked.
+      index: int32: the chunk. (The table is an operand, so that a loop over chunks
+        needs no kernel to take its bounds from it.)
+      inverse_temperature: float32: what a row's logits are multiplied by.
       num_columns: C, a multiple of 128.
-      temperature: positive; the logits are multiplied by its float32 reciprocal.
       config: how to cut the work; :func:`choose_config` if None.
       interpret: parameters of Pallas' GPU interpret mode, which runs the kernel on CPU.
 
     Returns:
-      float32 logits, -inf where masked; the maximum of each tile; the sum of
-      exp(logit - maximum) of each. -inf and 0 for a tile that is masked as a whole.
+      float32 logits, -inf where masked; the maximum of each tile and, after all of
+      these, the sum of exp(logit - maximum). -inf and 0 for a tile that is masked as a
+      whole.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -156,19 +158,19 @@ def head_logits(
         raise ValueError(
             f"Tiles of {config.tile_n} columns hold no whole {STATISTICS_COLUMNS}."
         )
-    bounds = jnp.stack([jnp.asarray(x, jnp.int32) for x in (start, first, last)])
     logits, statistics = _launch(
         _pad_rows(hidden),
         pad(head, (_TMA_ROWS, _STEP)),
         n=num_columns,
         out_dtype=jnp.float32,
         config=config,
-        bounds=bounds,
-        inverse_temperature=float(np.float32(1.0 / temperature)),
+        chunk=(bounds, index.reshape(1)),
+        factors=inverse_temperature,
         interpret=interpret,
     )
-    maxima, sums = jnp.swapaxes(statistics, 1, 2)[:, :m, :tiles]
-    return logits if logits.shape[0] == m else logits[:m], maxima, sums
+    if logits.shape[0] != m:
+        logits = logits[:m]
+    return logits, statistics[:, :tiles, :m]
 
 
 def choose_config(m: int, n: int, widths: tuple[int, ...] = _WIDTHS) -> GemmConfig:
@@ -255,11 +257,11 @@ def _launch(
     n,
     out_dtype,
     config,
-    bounds=None,
-    inverse_temperature=None,
+    chunk=None,
+    factors=None,
     interpret=None,
 ):
-    c, with_statistics = config, bounds is not None
+    c, with_statistics = config, chunk is not None
     m, k = a.shape
     num_k = k // _STEP
     tile_m, tile_n = _SLAB * c.warpgroups, c.tile_n
@@ -277,7 +279,7 @@ def _launch(
 
     def body(a, b, *refs):
         if with_statistics:
-            bounds, out, statistics, *scratch, statistics_s = refs
+            bounds, index, factors, out, statistics, *scratch, statistics_s = refs
         else:
             out, *scratch = refs
         a_s, b_s, out_s, full, empty = scratch
@@ -301,7 +303,7 @@ def _launch(
         @pl.when(wg == c.warpgroups)
         def _produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            start = bounds[0] if with_statistics else 0
+            start = bounds[index[0], 0] if with_statistics else 0
 
             def visit(first_m, first_n, first_step):
                 rows = pl.ds(first_m, tile_m)
@@ -343,8 +345,17 @@ def _launch(
         def _compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS[c.warpgroups], action="increase")
             slab = pl.ds(wg * _SLAB, _SLAB)
+            if with_statistics:
+                first, last = (bounds[index[0], i] for i in (1, 2))
 
             def visit(first_m, first_n, first_step):
+                if with_statistics:  # under way while the tile is multiplied
+                    factor = plgpu.load(
+                        factors.at[pl.ds(first_m + wg * _SLAB, _SLAB)],
+                        layout=_ROWS,
+                        optimized=False,
+                    )
+
                 def multiply(acc):
                     def issue(step):
                         slot = lax.rem(step, stages)
@@ -371,20 +382,19 @@ def _launch(
                 # The stores of the tile before have long read their buffers.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if with_statistics:
-                    parts = [judge(product, i, first_n) for i in range(groups)]
+                    parts = [judge(product, factor, i, first_n) for i in range(groups)]
                 else:
                     parts = [product.astype(out_dtype)]
                 store(parts, first_m, first_n)
 
-            def judge(product, group, first_n):
+            def judge(product, factor, group, first_n):
                 """Masked logits of a group of columns; keeps their statistics."""
                 start = group * STATISTICS_COLUMNS
                 logits = product[:, start : start + STATISTICS_COLUMNS]
-                if inverse_temperature != 1.0:
-                    logits *= inverse_temperature
+                logits *= lax.broadcast_in_dim(factor, logits.shape, [0])
                 ids = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=_WGMMA)
                 ids += first_n + start
-                counts = (ids >= bounds[1]) & (ids < bounds[2])
+                counts = (ids >= first) & (ids < last)
                 logits = jnp.where(counts, logits, -jnp.inf)
                 maxima = jnp.max(logits, axis=1)
                 # Where all is masked, exponentials of -inf minus a number.
@@ -436,7 +446,7 @@ def _launch(
         rows = grid[0] * along_m * tile_m
         tiles = grid[1] * along_n * groups
         out_type = (out_type, jax.ShapeDtypeStruct((2, tiles, rows), jnp.float32))
-        operands += (bounds,)
+        operands += (*chunk, pad(factors, (rows,)))
     return plgpu.kernel(
         body,
         out_type=out_type,

@@ -75,31 +75,36 @@ def test_bits_depend_on_no_shape(two_thread_blocks):
 
 
 # A chunk inside the head and one at its end, columns masked on both sides, a tile that
-# is masked as a whole, thread blocks past the last tile.
+# is masked as a whole, thread blocks past the last tile; every row's own factor.
 @pytest.mark.parametrize(
-    ("rows", "start", "first", "last", "temperature", "config"),
+    ("rows", "start", "first", "last", "config"),
     [
-        (70, 8, 0, 256, 1.0, GemmConfig(2, 256, 1)),
-        (5, 256, 130, 250, 0.7, GemmConfig(1, 128, 1)),
-        (130, 128, 3, 128, 2.5, GemmConfig(2, 128, 2, "n", stages=2)),
-        (130, 0, 0, 5, 1.0, GemmConfig(1, 256, 2, "m")),
+        (70, 8, 0, 256, GemmConfig(2, 256, 1)),
+        (5, 256, 130, 250, GemmConfig(1, 128, 1)),
+        (130, 128, 3, 128, GemmConfig(2, 128, 2, "n", stages=2)),
+        (130, 0, 0, 5, GemmConfig(1, 256, 2, "m")),
     ],
 )
-def test_head_logits(rows, start, first, last, temperature, config, two_thread_blocks):
+def test_head_logits(rows, start, first, last, config, two_thread_blocks):
     hidden, head = operands(rows, 512, 128)
+    factors = np.linspace(0.3, 2.0, rows, dtype=np.float32)
     head_fn = functools.partial(
         head_logits,
         num_columns=256,
-        temperature=temperature,
         config=config,
         interpret=INTERPRET,
     )
-    logits, maxima, sums = jax.jit(head_fn)(hidden, head, start, first, last)
+    bounds = np.array([[0, 0, 256], [start, first, last]], np.int32)
+    index = jnp.int32(1)
+    logits, statistics = jax.jit(head_fn)(hidden, head, bounds, index, factors)
     counts = (np.arange(256) >= first) & (np.arange(256) < last)
     chunk = head[start : start + 256]
     assert np.all(np.isneginf(logits[:, ~counts]))
-    assert_close(logits[:, counts], hidden, chunk[counts], 1 / temperature)
+    assert_close(
+        logits[:, counts], hidden, chunk[counts], factors[:, None].astype(np.float64)
+    )
     tiles = np.asarray(logits, np.float64).reshape(rows, 2, 128)
+    maxima, sums = np.swapaxes(statistics, 1, 2)
     np.testing.assert_array_equal(maxima, tiles.max(-1))
     with np.errstate(invalid="ignore"):
         terms = np.exp(tiles - tiles.max(-1, keepdims=True))
@@ -109,8 +114,14 @@ def test_head_logits(rows, start, first, last, temperature, config, two_thread_b
 
 def test_all_columns_masked(two_thread_blocks):
     hidden, head = operands(1, 128, 64)
-    logits, maxima, sums = head_logits(
-        hidden, head, 0, 7, 7, num_columns=128, temperature=1.0, interpret=INTERPRET
+    logits, (maxima, sums) = head_logits(
+        hidden,
+        head,
+        np.array([[0, 7, 7]], np.int32),
+        jnp.int32(0),
+        np.ones(1, F32),
+        num_columns=128,
+        interpret=INTERPRET,
     )
     assert np.all(np.isneginf(logits))
     assert np.all(np.isneginf(maxima))
@@ -118,7 +129,7 @@ def test_all_columns_masked(two_thread_blocks):
 
 
 def lower(fn, *shapes):
-    structs = [jax.ShapeDtypeStruct(s, BF16 if s else jnp.int32) for s in shapes]
+    structs = [jax.ShapeDtypeStruct(s, BF16) for s in shapes]
     return jax.jit(fn).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -147,8 +158,12 @@ def test_the_rule_gives_configurations_that_lower(m, n, config):
 
 @pytest.mark.parametrize("m", [64, 512, 8192])
 def test_the_head_lowers_without_a_copy(m):
-    head = functools.partial(head_logits, temperature=0.7)
-    text = lower(head, (m, 4096), (151936, 4096), (), (), ())
+    bounds, index = np.zeros((38, 3), np.int32), jnp.int32(37)
+
+    def head(hidden, head):
+        return head_logits(hidden, head, bounds, index, jnp.ones(m))
+
+    text = lower(head, (m, 4096), (151936, 4096))
     assert "@mosaic_gpu" in text
     assert "dynamic_slice" not in text
 
@@ -182,10 +197,9 @@ def test_parts_of_tiles_are_refused(num_columns, tile_n, message):
         head_logits(
             hidden,
             head,
-            0,
-            0,
-            8,
+            np.array([[0, 0, 8]], np.int32),
+            jnp.int32(0),
+            np.ones(8, F32),
             num_columns=num_columns,
-            temperature=1.0,
             config=config,
         )
