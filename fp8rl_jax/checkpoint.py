@@ -153,7 +153,7 @@ class Checkpointer:
             )
 
     def restore(
-        self, abstract_state: PyTree, step: int | None = None
+        self, abstract_state: PyTree, step: int | None = None, partial: bool = False
     ) -> tuple[PyTree, dict[str, Any]]:
         """Reads one checkpoint, bit-exactly, onto the wanted shardings.
 
@@ -164,6 +164,8 @@ class Checkpointer:
           abstract_state: The state as `jax.ShapeDtypeStruct`s with shardings, which
             may lie on another mesh than the one saved from.
           step: Which checkpoint; the latest if omitted.
+          partial: Whether `abstract_state` may leave out arrays, which are then not
+            read. It is made of dicts alone, and so is the result.
 
         Returns:
           The state and the meta.
@@ -181,14 +183,17 @@ class Checkpointer:
             )
         try:
             saved = self._manager.item_metadata(step).state
-            args = ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract_state),
-                meta=ocp.args.JsonRestore(),
-            )
-            _check_same_arrays(saved, abstract_state)
-            restored = self._manager.restore(step, args=args)
+            _check_same_arrays(saved, abstract_state, partial)
+            wanted = {"meta": ocp.args.JsonRestore()}
+            if not partial:
+                wanted["state"] = ocp.args.StandardRestore(abstract_state)
+            restored = self._manager.restore(step, args=ocp.args.Composite(**wanted))
+            if partial:
+                state = _restore_part(self.directory / str(step), abstract_state)
+            else:
+                state = restored.state
             # Orbax reads a random key as plain integers if its metadata is lost.
-            _check_key_types(restored.state, abstract_state)
+            _check_key_types(state, abstract_state)
         except CheckpointError as error:
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} does not fit this run: "
@@ -202,7 +207,7 @@ class Checkpointer:
                 f"checkpoint {self.directory / str(step)} is damaged; move it away "
                 f"to resume from another (there are {others}): {error}"
             ) from error
-        return restored.state, restored.meta
+        return state, restored.meta
 
     def all_steps(self) -> list[int]:
         """Returns the steps of the checkpoints, ascending."""
@@ -270,9 +275,22 @@ def _describe(tree: PyTree) -> dict[str, str]:
     }
 
 
-def _check_same_arrays(saved: PyTree, wanted: PyTree) -> None:
+def _restore_part(folder: Path, abstract_state: PyTree) -> PyTree:
+    """Reads the arrays of `abstract_state` alone, which the manager cannot."""
+    args = ocp.args.PyTreeRestore(
+        abstract_state,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract_state),
+        partial_restore=True,
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(folder / "state", args=args)
+
+
+def _check_same_arrays(saved: PyTree, wanted: PyTree, partial: bool) -> None:
     """Raises `CheckpointError` naming up to four arrays that differ."""
     saved, wanted = _describe(saved), _describe(wanted)
+    if partial:
+        saved = {name: array for name, array in saved.items() if name in wanted}
     different = [
         f"{name} is {saved.get(name, 'absent')}, not {wanted.get(name, 'wanted')}"
         for name in sorted(saved.keys() | wanted.keys())

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from fp8rl_jax.rollout import Completion, Session
+
 DEFAULT_COLUMNS = {
     "reward": "train/reward",
     "accuracy": "validation/accuracy",
@@ -55,14 +57,7 @@ class Reporter:
         self._values: dict[str, float] = {}
         self._durations: deque[float] = deque(maxlen=20)
         self._last_time: float | None = None
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[values]}", markup=False),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
+        self._progress = _bar(self.console)
         self._task = self._progress.add_task(label, total=total_steps, values="")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -108,6 +103,75 @@ class Reporter:
         self._progress.stop()
 
 
+class RolloutProgress:
+    """Shows how far sampling is: a live bar on a terminal, otherwise a line at times.
+
+    Use as a context manager, and call it after every step::
+
+        with RolloutProgress(num_samples) as progress:
+            while session.has_work:
+                progress(session, session.step())
+
+    Args:
+      total: Completions to come.
+      console: Where to print; stderr by default, so that stdout has completions alone.
+      interval: Seconds between two lines, at least.
+    """
+
+    def __init__(
+        self, total: int, console: Console | None = None, interval: float = 10.0
+    ):
+        self.console = Console(stderr=True) if console is None else console
+        self._total = total
+        self._interval = interval
+        self._done = 0
+        self._last_line = time.monotonic()
+        # Time, tokens drawn and tokens that all slots could have drawn.
+        self._history: deque[tuple[float, float, float]] = deque(maxlen=20)
+        self._progress = _bar(self.console)
+        self._task = self._progress.add_task("samples", total=total, values="")
+
+    def __call__(self, session: Session, completions: Sequence[Completion] = ()):
+        """Shows one step, also as ``on_step`` of `Session.run`.
+
+        Args:
+          session: After the step.
+          completions: That ended in it.
+        """
+        self._done += len(completions)
+        now = time.monotonic()
+        metrics = session.metrics()
+        tokens = metrics["rollout/generated_tokens"]
+        self._history.append((now, tokens, tokens / (metrics["rollout/slot_use"] or 1)))
+        slots = session.capacity.num_slots * session.capacity.num_shards
+        if self.console.is_terminal:
+            self._progress.update(
+                self._task, completed=self._done, values=self._values(slots)
+            )
+        elif now - self._last_line >= self._interval:
+            self._last_line = now
+            line = f"samples {self._done}/{self._total}  {self._values(slots)}"
+            self.console.print(Text(line), soft_wrap=True)
+
+    def _values(self, slots: int) -> str:
+        """Speed and slots in use over the last steps."""
+        seconds, tokens, possible = (
+            last - first
+            for first, last in zip(self._history[0], self._history[-1], strict=True)
+        )
+        if not seconds or not possible:
+            return ""
+        in_use = round(slots * tokens / possible)
+        return f"tok/s {_short(tokens / seconds)}  slots {in_use}/{slots}"
+
+    def __enter__(self) -> "RolloutProgress":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+
 def print_table(
     rows: Sequence[Mapping[str, str | float]],
     title: str = "",
@@ -143,6 +207,18 @@ def printable(text: str) -> str:
     A policy samples any bytes, terminal escape sequences among them.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _bar(console: Console) -> Progress:
+    """A bar with a count and ``values``; nothing where there is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[values]}", markup=False),
+        console=console,
+        disable=not console.is_terminal,
+    )
 
 
 def _short(value: float) -> str:

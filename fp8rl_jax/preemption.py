@@ -27,10 +27,14 @@ class PreemptionGuard:
                     break
 
     Must be entered in the main thread, where Python delivers signals.
+
+    Args:
+      message: What the first signal makes known.
     """
 
-    def __init__(self):
+    def __init__(self, message: str = "stopping after this step, with a checkpoint"):
         self.requested = False
+        self._message = message
         self._previous = {}
 
     def should_stop(self) -> bool:
@@ -47,10 +51,7 @@ class PreemptionGuard:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
-        _log.warning(
-            "%s: stopping after this step, with a checkpoint",
-            signal.Signals(number).name,
-        )
+        _log.warning("%s: %s", signal.Signals(number).name, self._message)
 
     def __enter__(self) -> "PreemptionGuard":
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,6 +9,8 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from fp8rl_jax.command_line import flags_parser
+
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Path of a configuration file.", lock_config=True
 )
@@ -31,27 +33,9 @@ def main(argv: list[str]) -> None:
         sys.exit(f"error: {error}")
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """Parses the command line; what is wrong with it becomes one line.
-
-    An unknown option ends with the nearest name.
-    """
-    try:
-        arguments = app.parse_flags_with_usage(argv)
-        _CONFIG.value.lock()  # Only now does a file that is not there raise.
-    except OSError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except (AttributeError, KeyError) as error:
-        cause = error.args[0]
-        if isinstance(cause, KeyError):
-            cause = cause.args[0]
-        sys.exit(f"error: unknown option {'. '.join(str(cause).splitlines())}")
-    return arguments
-
-
 def run() -> None:
     """The console entry point."""
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=flags_parser(_CONFIG))
 
 
 if __name__ == "__main__":

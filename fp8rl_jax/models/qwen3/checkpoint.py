@@ -78,6 +78,17 @@ def load_hf(
     return treedef.unflatten(params)
 
 
+def weights_dtype(folder: str | Path) -> np.dtype:
+    """The smallest dtype that holds every weight of a Hugging Face folder exactly.
+
+    Raises:
+      CheckpointError: no safetensors files; a missing, truncated or corrupt shard.
+    """
+    with SafetensorsFolder(folder) as tensors:
+        dtypes = {spec.dtype for spec in tensors.specs.values()}
+    return functools.reduce(jnp.promote_types, dtypes)
+
+
 def export_hf(
     params: PyTree[Float[Array, "..."]],
     config: Qwen3Config,
