@@ -7,7 +7,8 @@ larger than the L2 cache. Times are of the kernels alone, median and [fastest, s
 The share of 4.8 TB/s counts the keys, values and scales of the visible tokens once.
 Stores are measured alone, and as the model has them: in one kernel with the split of
 the projection, norms, RoPE and the quantisation of queries.
-Mixed contexts are drawn between 64 and 16,384 tokens, uniformly or log-uniformly.
+Mixed contexts are drawn between 64 and 16,384 tokens, uniformly or log-uniformly. In
+the rows "P shared + N" groups of 16 sequences share the pages of their first P tokens.
 
 Hardware: one Hopper GPU with 80 GB free; one minute.
 """
@@ -37,6 +38,8 @@ _PEAK = flags.DEFINE_float("peak", 4.8, "Memory bandwidth in TB/s.")
 _HEADS, _KV_HEADS, _HEAD_DIM, _PAGE = 32, 8, 128, 128
 _LONGEST = 16384
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
+_GROUP = 16  # samples of a prompt
+SHARED = ((256, 768), (2048, 256))  # tokens that they share, and own
 
 
 def lengths_of(kind: str | int, batch: int) -> Int[np.ndarray, "B"]:
@@ -68,8 +71,8 @@ def make_cache(num_pages: int, precision: Precision) -> KVCache:
     return jax.tree.map(lambda x: jnp.tile(x, repeats + (1,) * (x.ndim - 2)), cache)
 
 
-def _tables(lengths, num_pages, seed) -> Int[np.ndarray, "B pages"]:
-    """Pages of the pool at random, each at most once."""
+def _tables(lengths, num_pages, seed, shared=0) -> Int[np.ndarray, "B pages"]:
+    """Random pages of the pool; groups have those of ``shared`` tokens in common."""
     pages = np.random.default_rng(seed).permutation(num_pages)
     table = np.full((len(lengths), _LONGEST // _PAGE), -1, np.int32)
     used = 0
@@ -77,6 +80,8 @@ def _tables(lengths, num_pages, seed) -> Int[np.ndarray, "B pages"]:
         count = -(-length // _PAGE)
         row[:count] = pages[used : used + count]
         used += count
+    prompts = table[::_GROUP, : shared // _PAGE]
+    table[:, : shared // _PAGE] = np.repeat(prompts, _GROUP, 0)
     return table
 
 
@@ -110,14 +115,18 @@ def rows(name: str) -> list[dict[str, str]]:
     out = []
     for batch in _BATCHES.value:
         q = jax.jit(_queries, static_argnums=(0, 1))(batch, precision)
-        for kind in (*CONTEXTS, "uniform", "log-uniform"):
+        for kind in (*CONTEXTS, "uniform", "log-uniform", *SHARED):
+            shared, label = 0, str(kind)
+            if kind in SHARED:
+                shared, label = kind[0], f"{kind[0]} shared + {kind[1]}"
+                kind = sum(kind)
             lengths = lengths_of(kind, batch)
             at = jnp.asarray(lengths - 1, jnp.int32)[:, None]
             moved = int(lengths.sum()) * token_bytes(precision)
             # So many tables that a call finds nothing of the last one in the cache.
             sets = []
             for seed in range(max(2, min(8, int(4e8 // moved) + 1))):
-                table = jnp.asarray(_tables(lengths, num_pages, seed))
+                table = jnp.asarray(_tables(lengths, num_pages, seed, shared))
                 sets.append((q, cache.arrays(), table, place(cache, table, at)))
             times = device_time(attend, sets, repeats=_REPEATS.value)
             us, *ends = (1e6 * f(times) for f in (statistics.median, min, max))
@@ -125,7 +134,7 @@ def rows(name: str) -> list[dict[str, str]]:
                 {
                     "pages": name,
                     "batch": str(batch),
-                    "contexts": str(kind),
+                    "contexts": label,
                     "us": f"{us:.0f} [{ends[0]:.0f}, {ends[1]:.0f}]",
                     "TB/s": f"{moved / us / 1e6:.2f}",
                     "% of peak": f"{100 * moved / us / 1e6 / _PEAK.value:.1f}",

@@ -41,7 +41,7 @@ from fp8rl_jax.grpo import LossConfig, LossInputs, policy_loss
 from fp8rl_jax.learner import Learner, OptimizerConfig
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES, Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
-from fp8rl_jax.rollout import Prompts, Rollouts, SamplingParams, StaticRolloutEngine
+from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, Rollouts, SamplingParams
 
 _SMALL = Qwen3Config(
     vocab_size=384,
@@ -150,7 +150,7 @@ def sample(
     sampling = SamplingParams(1.0, new_tokens, (vocab_size,), num_samples)
     sample_ids = np.arange(len(prompts) * num_samples).reshape(-1, num_samples)
     weights = learner.rollout_weights(params, learner.quantize(params))
-    engine = StaticRolloutEngine(config, recipe.rollout, vocab_size)
+    engine = ContinuousRolloutEngine(config, recipe.rollout, vocab_size)
     return engine.generate(weights, Prompts(prompts, sample_ids), sampling, (0, 0))
 
 
