@@ -93,6 +93,13 @@ def base_config() -> ConfigDict:
     c.sampling = ConfigDict()
     c.sampling.temperature = 1.0
     c.sampling.max_new_tokens = 1024
+    c.sampling.top_k = 0  # these three: not in training
+    c.sampling.top_p = 1.0
+    c.sampling.min_p = 0.0
+    c.sampling.max_slots = 1024  # sequences that a device decodes at once
+    c.sampling.decode_steps = 16  # between two looks at the queue
+    c.sampling.prefill_tokens = 8192  # of a prefill, per device
+    c.sampling.memory_fraction = 0.9  # of the free memory that KV pages may take
 
     c.validation = ConfigDict()
     c.validation.period = 10  # steps; 0: no validation at all
@@ -102,6 +109,9 @@ def base_config() -> ConfigDict:
     c.validation.batch_size = 64  # prompts sampled together
     c.validation.num_samples = 1  # per prompt; reports pass@k if above 1
     c.validation.temperature = 0.0
+    c.validation.top_k = 0  # 0: all
+    c.validation.top_p = 1.0
+    c.validation.min_p = 0.0
 
     c.warm_start = ConfigDict()  # supervised, before GRPO
     c.warm_start.enabled = False

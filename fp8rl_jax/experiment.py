@@ -24,7 +24,12 @@ from fp8rl_jax.models.qwen3.config import QWEN3_SIZES, Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
 from fp8rl_jax.parallel.mesh import check_divides, make_mesh
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
-from fp8rl_jax.rollout import RolloutEngine, SamplingParams, StaticRolloutEngine
+from fp8rl_jax.rollout import (
+    ContinuousRolloutEngine,
+    EngineLimits,
+    RolloutEngine,
+    SamplingParams,
+)
 from fp8rl_jax.tasks.arithmetic import ArithmeticConfig, ArithmeticTask, Level
 from fp8rl_jax.tasks.base import Example, Task
 from fp8rl_jax.tasks.gsm8k import GSM8KConfig, GSM8KTask
@@ -45,6 +50,23 @@ _WARM_START_COUNTS = (
     "warm_start.batch_size",
     "warm_start.eval_period",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSetup:
+    """What it takes to run a model, before there is a task.
+
+    Attributes:
+      model: shape of the model.
+      recipe: what runs in FP8.
+      mesh: the devices.
+      tokenizer: text to ids.
+    """
+
+    model: Qwen3Config
+    recipe: Recipe
+    mesh: Mesh
+    tokenizer: Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +104,7 @@ class Experiment:
     def initial_params(self) -> PyTree[Array]:
         """Float32 masters: the checkpoint's, or random; directly in shards."""
         shardings = self.learner.state_shardings().params
-        if self.config.model.path:
-            folder = resolve_model(self.config.model.path)
-            return load_hf(folder, self.model, shardings, jnp.float32)
-        key = jax.random.key(self.config.seed)
-        return init_params(self.model, key, shardings, std=self.config.model.init_std)
+        return initial_params(self.config, self.model, shardings)
 
     def warm_start_learner(self) -> Learner:
         """The learner of the supervised phase."""
@@ -108,6 +126,47 @@ class Experiment:
         )
 
 
+def initial_params(
+    config: ConfigDict,
+    model: Qwen3Config,
+    shardings: PyTree[jax.sharding.Sharding],
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> PyTree[Array]:
+    """Parameters of the folder ``model.path``, or random ones; directly in shards."""
+    if config.model.path:
+        folder = resolve_model(config.model.path)
+        return load_hf(folder, model, shardings, dtype)
+    key = jax.random.key(config.seed)
+    return init_params(model, key, shardings, dtype, std=config.model.init_std)
+
+
+def engine_limits(config: ConfigDict, max_length: int | None = None) -> EngineLimits:
+    """What the sampler may use; ``max_length`` as in `EngineLimits`."""
+    c = config.sampling
+    return EngineLimits(
+        max_slots=c.max_slots,
+        max_length=max_length,
+        decode_steps=c.decode_steps,
+        prefill_tokens=c.prefill_tokens,
+        memory_fraction=c.memory_fraction,
+    )
+
+
+def build_model(config: ConfigDict) -> ModelSetup:
+    """Builds and checks what needs neither parameters nor data.
+
+    Raises:
+      ValueError: as of `build`.
+    """
+    recipe = get_recipe(config.recipe)
+    mesh = make_mesh(**config.mesh)
+    model = _model_config(config)
+    tokenizer = _tokenizer(config)
+    check_tokenizer(tokenizer, model.vocab_size)
+    _check_model_divides(model, mesh)
+    return ModelSetup(model, recipe, mesh, tokenizer)
+
+
 def build(config: ConfigDict) -> Experiment:
     """Builds and checks everything that needs no parameters.
 
@@ -115,16 +174,18 @@ def build(config: ConfigDict) -> Experiment:
       ValueError: an option, file, tokenizer or mesh that cannot work, naming it and
         the remedy. Nothing has been compiled by then.
     """
-    recipe = get_recipe(config.recipe)
     algorithm = _algorithm(config)
-    mesh = make_mesh(**config.mesh)
-    model = _model_config(config)
-    tokenizer = _tokenizer(config)
-    check_tokenizer(tokenizer, model.vocab_size)
+    setup = build_model(config)
+    model, recipe, mesh, tokenizer = (
+        setup.model,
+        setup.recipe,
+        setup.mesh,
+        setup.tokenizer,
+    )
     _check_ranges(config)
     _check_batch(config)
     _check_lengths(config, model)
-    _check_mesh(config, model, mesh)
+    _check_batches_divide(config, mesh)
     _check_updates(config, algorithm)
     task = _task(config)
     sampling = SamplingParams(
@@ -132,6 +193,9 @@ def build(config: ConfigDict) -> Experiment:
         max_new_tokens=config.sampling.max_new_tokens,
         stop_ids=tokenizer.stop_ids,
         num_samples=config.grpo.num_generations_per_prompt,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        min_p=config.sampling.min_p,
     )
     render = functools.partial(
         tokenize_prompts,
@@ -139,6 +203,12 @@ def build(config: ConfigDict) -> Experiment:
         max_length=config.task.max_prompt_length,
         too_long="drop",
     )
+    if sampling.truncated:
+        raise ValueError(
+            "sampling.top_k, top_p and min_p cut the distribution that is sampled, and "
+            "no loss here corrects for what was cut: leave them at 0, 1 and 0 in "
+            "training. Validation and fp8rl_jax.generate take them."
+        )
     loss_fn = functools.partial(policy_loss, config=algorithm.loss)
     optimizer = OptimizerConfig(**config.optimizer)
     return Experiment(
@@ -151,9 +221,21 @@ def build(config: ConfigDict) -> Experiment:
         task=task,
         train_prompts=render(task.train_source),
         validation_prompts=render(task.validation_source),
-        engine=StaticRolloutEngine(model, recipe.rollout, tokenizer.vocab_size, mesh),
+        engine=_engine(config, model, recipe, mesh, tokenizer),
         sampling=sampling,
         learner=_learner(config, model, recipe, mesh, tokenizer, optimizer, loss_fn),
+    )
+
+
+def _engine(config, model, recipe, mesh, tokenizer) -> ContinuousRolloutEngine:
+    longest = config.task.max_prompt_length + config.sampling.max_new_tokens
+    return ContinuousRolloutEngine(
+        model,
+        recipe.rollout,
+        tokenizer.vocab_size,
+        mesh,
+        limits=engine_limits(config, longest),
+        decode=tokenizer.decode,
     )
 
 
@@ -272,7 +354,7 @@ def _check_lengths(config: ConfigDict, model: Qwen3Config) -> None:
         )
 
 
-def _check_mesh(config: ConfigDict, model: Qwen3Config, mesh: Mesh) -> None:
+def _check_model_divides(model: Qwen3Config, mesh: Mesh) -> None:
     check_divides(
         mesh,
         DEFAULT_RULES,
@@ -284,6 +366,9 @@ def _check_mesh(config: ConfigDict, model: Qwen3Config, mesh: Mesh) -> None:
             "vocab": model.vocab_size,
         },
     )
+
+
+def _check_batches_divide(config: ConfigDict, mesh: Mesh) -> None:
     check_divides(mesh, DEFAULT_RULES, {"batch": config.train.micro_batch_size})
     check_divides(mesh, DEFAULT_RULES, {"batch": config.grpo.num_prompts_per_step})
     if config.warm_start.enabled:

@@ -277,6 +277,7 @@ class _Run:
                 rollouts = e.engine.generate(
                     weights, _prompts_of(batch, group), e.sampling, (c.seed, step)
                 )
+                sampled = e.engine.metrics
                 del weights
             if not np.isfinite(rollouts.log_probs).all():
                 raise FloatingPointError(
@@ -329,7 +330,7 @@ class _Run:
                     state, codes, tokens, inputs, step
                 )
         metrics = step_metrics(batch, rollouts, grades, rewards, advantages, mask)
-        metrics |= updates | memory_metrics()
+        metrics |= updates | memory_metrics() | sampled
         metrics |= with_throughput(timer.collect(), metrics, jax.device_count())
         shown = [
             Sample(e.tokenizer.decode(prompts[i]), texts[i], float(rewards.flat[i]))
@@ -368,9 +369,12 @@ class _Run:
             )
         return state, codes, metrics
 
-    def _validation_sampling(self, temperature: float, num_samples: int):
+    def _validation_sampling(self, temperature: float, num_samples: int, **truncation):
         return dataclasses.replace(
-            self._experiment.sampling, temperature=temperature, num_samples=num_samples
+            self._experiment.sampling,
+            temperature=temperature,
+            num_samples=num_samples,
+            **truncation,
         )
 
     def _run_validation(self, weights: PyTree, sampling: SamplingParams, step: int):
@@ -396,7 +400,13 @@ class _Run:
         c = self._config.validation
         with self._timer.phase("validation"):
             weights = self._learner.rollout_weights(state.params, codes)
-            sampling = self._validation_sampling(c.temperature, c.num_samples)
+            sampling = self._validation_sampling(
+                c.temperature,
+                c.num_samples,
+                top_k=c.top_k,
+                top_p=c.top_p,
+                min_p=c.min_p,
+            )
             metrics, _ = self._run_validation(weights, sampling, step)
         self._accuracy[stage] = metrics["accuracy"]
         return {f"validation/{name}": value for name, value in metrics.items()}

@@ -18,6 +18,7 @@ The report maps the name of a program to an object with
 """
 
 import collections
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -83,6 +84,10 @@ from fp8rl_jax.fp8 import (  # noqa: E402
 )
 from fp8rl_jax.fp8.matmul import add_scaled_matmul_nt, scaled_matmul_nt  # noqa: E402
 from fp8rl_jax.fp8.quantize import quantize, quantize_weight  # noqa: E402
+from fp8rl_jax.fp8.weights import quantize_weights, sampling_weights  # noqa: E402
+from fp8rl_jax.models.qwen3.config import QWEN3_SIZES  # noqa: E402
+from fp8rl_jax.models.qwen3.model import abstract_params  # noqa: E402
+from fp8rl_jax.rollout import programs  # noqa: E402
 
 BF16, F32, E4M3 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 
@@ -284,6 +289,55 @@ def causal_attention(recipe: str, batch: int, length: int) -> dict:
 
 
 # Products as in Qwen3-8B: gate and up, o, and their gradients.
+def _policy_and_pool(recipe: str, num_layers: int, num_pages: int):
+    """A Qwen3-8B with fewer layers, and its pages."""
+    config = dataclasses.replace(QWEN3_SIZES["8b"], num_layers=num_layers)
+    policy = programs.Policy(config, get_recipe(recipe).rollout, 151_669)
+    create = functools.partial(programs.create_pool, policy, num_pages, 128)
+    return policy, jax.eval_shape(create)
+
+
+def decode_burst(recipe: str, num_layers: int, num_pages: int, batch: int) -> dict:
+    """The rollout engine's decode steps: all layers, head and sampling."""
+    policy, pool = _policy_and_pool(recipe, num_layers, num_pages)
+    linear = policy.precision.linear
+    weights = jax.eval_shape(
+        lambda params: sampling_weights(params, quantize_weights(params), linear),
+        abstract_params(policy.config),
+    )
+    ints = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    floats = jax.ShapeDtypeStruct((batch,), F32)
+    rows = programs.Rows(
+        *(ints for _ in range(4)),
+        temperature=floats,
+        top_k=ints,
+        top_p=floats,
+        min_p=floats,
+        stop_ids=jax.ShapeDtypeStruct((batch, 2), jnp.int32),
+        page_table=jax.ShapeDtypeStruct((batch, 64), jnp.int32),
+    )
+    key = (jax.ShapeDtypeStruct((), jnp.uint32),) * 2
+    static = dict(num_steps=16, truncated=False, policy=policy)
+    return report(
+        lambda pool, weights, rows, key: programs.decode(
+            weights, pool, rows, key, **static
+        ),
+        *(pool, weights, rows, key),
+        donate=0,
+    )
+
+
+def page_copies(recipe: str, num_layers: int, num_pages: int) -> dict:
+    """The rollout engine's copies of pages."""
+    policy, pool = _policy_and_pool(recipe, num_layers, num_pages)
+    pages = jax.ShapeDtypeStruct((programs.COPIES,), jnp.int32)
+    return report(
+        functools.partial(programs.copy_pages, policy=policy),
+        *(pool, programs.Copies(pages, pages)),
+        donate=0,
+    )
+
+
 PROGRAMS = {
     "forward": functools.partial(product, 8192, 24576, 4096),
     "wgrad": functools.partial(product, 24576, 4096, 8192, F32, ACTIVATION_BLOCK),
@@ -299,6 +353,9 @@ PROGRAMS = {
     "decode loop bf16": functools.partial(decode_loop, "bf16", 3, 2000, 64),
     "attention fp8": functools.partial(causal_attention, "fp8", 2, 1024),
     "attention bf16": functools.partial(causal_attention, "bf16", 2, 1024),
+    "burst fp8": functools.partial(decode_burst, "fp8", 3, 2000, 256),
+    "burst bf16": functools.partial(decode_burst, "bf16", 3, 2000, 256),
+    "page copies": functools.partial(page_copies, "fp8", 3, 2000),
 }
 
 

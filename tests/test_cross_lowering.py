@@ -6,21 +6,20 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from fp8rl_jax.data.batching import TokenBatch
 from fp8rl_jax.fp8 import BLOCK, get_recipe
 from fp8rl_jax.grpo import LossConfig, LossInputs, policy_loss
 from fp8rl_jax.learner import Learner, OptimizerConfig
+from fp8rl_jax.logprobs import chunking
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES
-from fp8rl_jax.rollout import Prompts, SamplingParams, StaticRolloutEngine
-from fp8rl_jax.rollout.engine import _generate
+from fp8rl_jax.rollout import programs
 
 CONFIG = QWEN3_SIZES["8b"]
 VOCAB_SIZE = 151_669  # the tokenizer's; the model has 151,936 rows
 RECIPE = get_recipe("fp8")
-PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 32, 16, 1024, 4096
+SEQUENCES = 512
 ROWS, TOKENS = 4, 8192
 
 
@@ -57,27 +56,44 @@ def train_step(learner):
 
 @pytest.fixture(scope="module")
 def sampler(learner):
-    """The traced sampler: 32 prompts, 16 samples each."""
+    """What the sampler's programs are traced for: weights, policy and 4,000 pages."""
     params = learner.abstract_state().params
     codes = jax.eval_shape(learner.quantize, params)
-    engine = StaticRolloutEngine(CONFIG, RECIPE.rollout, VOCAB_SIZE)
-    ids = np.zeros((PROMPTS, SAMPLES), np.int32)
-    arrays, static = engine._program(
-        Prompts([[0] * PROMPT_TOKENS] * PROMPTS, ids),
-        SamplingParams(1.0, NEW_TOKENS, CONFIG.eos_token_ids, SAMPLES),
-        "gpu",
+    weights = jax.eval_shape(learner.rollout_weights, params, codes)
+    policy = programs.Policy(CONFIG, RECIPE.rollout, VOCAB_SIZE)
+    create = functools.partial(programs.create_pool, policy, 4000, BLOCK)
+    return weights, policy, jax.eval_shape(create)
+
+
+@pytest.fixture(scope="module")
+def decode(sampler):
+    """The traced burst of decode steps of 512 sequences."""
+    weights, policy, pool = sampler
+    ints, floats = array((SEQUENCES,)), array((SEQUENCES,), jnp.float32)
+    rows = programs.Rows(
+        *(ints for _ in range(4)),
+        temperature=floats,
+        top_k=ints,
+        top_p=floats,
+        min_p=floats,
+        stop_ids=array((SEQUENCES, 2)),
+        page_table=array((SEQUENCES, 64)),
     )
-    return _generate.trace(
-        jax.eval_shape(learner.rollout_weights, params, codes),
-        jax.tree.map(lambda x: array(x.shape, x.dtype), arrays),
-        array((), jnp.uint32),
-        array((), jnp.uint32),
-        **static,
-    )
+    key = (array((), jnp.uint32),) * 2
+    static = dict(num_steps=16, truncated=False, policy=policy)
+    return programs.decode.trace(weights, pool, rows, key, **static)
+
+
+@pytest.fixture(scope="module")
+def prefill(sampler):
+    """The traced prefill of 16 chunks."""
+    weights, policy, pool = sampler
+    chunks = programs.Chunks(array((16, 512)), array((16,)), array((16, 64)))
+    return programs.prefill.trace(weights, pool, chunks, policy=policy)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("program", ["train_step", "sampler"])
+@pytest.mark.parametrize("program", ["train_step", "decode", "prefill"])
 def test_the_8b_programs_lower_from_shapes(program, platform, request):
     held = {id(x) for x in jax.live_arrays()}
     traced = request.getfixturevalue(program)
@@ -86,11 +102,13 @@ def test_the_8b_programs_lower_from_shapes(program, platform, request):
     assert allocated < 2**16  # no weight, no cache, no batch
     # The codes of a layer's gate and up projection, stacked over the layers.
     assert "tensor<36x24576x4096xf8E4M3FN>" in text
-    # On Hopper only the sums over 128 ids each of a chunk are merged in it.
+    # On Hopper two numbers for 128 ids, maximum and sum, are merged in it.
     sizes = [
         math.prod(map(int, x.split("x"))) for x in re.findall(r"<([\dx]+)xf64>", text)
     ]
-    assert not sizes or (platform == "cuda" and max(sizes) <= ROWS * TOKENS * 32)
+    statistics = 2 * math.prod(chunking(CONFIG.vocab_size)) // 128
+    assert not sizes or platform == "cuda"
+    assert max(sizes, default=0) <= ROWS * TOKENS * statistics
     # [tokens, vocabulary] never exists.
     assert "x151936xf32" not in text and f"x{VOCAB_SIZE}xf32" not in text
 

@@ -128,3 +128,22 @@ def test_a_decode_loop_writes_into_the_donated_pool(recipe, report):
     assert not re.search(r"= \S*\[3,2000,8,\S* copy\(", found["hlo"])
     # Split, norm, RoPE, quantisation and store are one kernel, attention the other.
     assert kernel_calls(found) == 2
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+def test_a_burst_copies_neither_pages_nor_weights(recipe, report):
+    found = report(f"burst {recipe}")
+    values = 2 * 3 * 2000 * 8 * 128 * 128
+    pool = values + values // 32 if recipe == "fp8" else 2 * values
+    assert found["alias_bytes"] >= pool
+    assert not re.search(r"= \S*\[3,2000,8,\S* copy\(", found["hlo"])
+    # A layer's gate and up projection alone would be 100 MB in FP8.
+    assert found["temp_bytes"] < 5e7
+    assert not any(k["spilled"] for k in found["kernels"])
+
+
+def test_copies_of_pages_are_made_in_the_donated_pool(report):
+    found = report("page copies")
+    values = 2 * 3 * 2000 * 8 * 128 * 128
+    assert found["alias_bytes"] >= values + values // 32
+    assert found["temp_bytes"] < (values + values // 32) / 30

@@ -24,7 +24,7 @@ from fp8rl_jax.grpo import LossConfig, LossInputs, policy_loss
 from fp8rl_jax.learner import Learner, OptimizerConfig
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
-from fp8rl_jax.rollout import Prompts, SamplingParams, StaticRolloutEngine
+from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, SamplingParams
 
 # Two blocks of 128 along every contraction, four padding rows in the head.
 CONFIG = Qwen3Config(
@@ -94,7 +94,7 @@ def sample(params, name, prompt_lengths, num_samples, length) -> list[Sequence]:
     ids = np.arange(len(prompts) * num_samples).reshape(-1, num_samples)
     # No stop id can be drawn, so every response has the full length.
     sampling = SamplingParams(TEMPERATURES[name], length, (NEVER_DRAWN,), num_samples)
-    engine = StaticRolloutEngine(CONFIG, get_recipe(name).rollout, VOCAB_SIZE)
+    engine = ContinuousRolloutEngine(CONFIG, get_recipe(name).rollout, VOCAB_SIZE)
     rollouts = engine.generate(weights, Prompts(prompts, ids), sampling, (0, 0))
     assert (rollouts.lengths == length).all()
     return [

@@ -31,7 +31,7 @@ from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
 from fp8rl_jax.models.qwen3.model import Qwen3
 from fp8rl_jax.parallel.mesh import make_mesh
-from fp8rl_jax.rollout import Prompts, SamplingParams, StaticRolloutEngine
+from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, SamplingParams
 
 CONFIG = Qwen3Config(
     vocab_size=256,
@@ -355,7 +355,7 @@ def test_sampler_score_and_update_agree_after_updates(params, batch, name):
 
     rng = np.random.default_rng(2)
     prompts = [rng.integers(VOCAB_SIZE, size=n).tolist() for n in (8, 1, 5, 3)]
-    engine = StaticRolloutEngine(CONFIG, RECIPES[name].rollout, VOCAB_SIZE)
+    engine = ContinuousRolloutEngine(CONFIG, RECIPES[name].rollout, VOCAB_SIZE)
     rollouts = engine.generate(
         policy.rollout_weights(state.params, codes),
         Prompts(prompts, np.arange(ROWS).reshape(4, 2)),

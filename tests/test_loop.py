@@ -22,12 +22,14 @@ from fp8rl_jax import experiment, loop
 from fp8rl_jax.loop import train
 from fp8rl_jax.metrics import read_metrics
 from fp8rl_jax.parallel.mesh import make_mesh
-from fp8rl_jax.rollout import StaticRolloutEngine
+from fp8rl_jax.rollout import ContinuousRolloutEngine
 from fp8rl_jax.tasks.base import Grade
 
 TINY = Path(__file__).parent / "tiny_config.py"
 # Figures of a machine and a moment rather than of the run.
-CLOCKS = re.compile("time$|timing/|performance/|memory/")
+CLOCKS = re.compile(
+    "time$|timing/|performance/|memory/|rollout/(tokens_per_sec|prefill_share)"
+)
 MISMATCH = {
     "train/token_mult_prob_error": 1.0,
     "train/seq_mult_prob_error_max": 1.0,
@@ -442,7 +444,7 @@ def test_a_non_finite_update_stops_the_run(tmp_path, graded, monkeypatch):
 
 
 def test_a_non_finite_sampler_stops_the_run(tmp_path, graded, monkeypatch):
-    generate = StaticRolloutEngine.generate
+    generate = ContinuousRolloutEngine.generate
 
     def poisoned(self, weights, prompts, sampling, key):
         rollouts = generate(self, weights, prompts, sampling, key)
@@ -451,7 +453,7 @@ def test_a_non_finite_sampler_stops_the_run(tmp_path, graded, monkeypatch):
             return dataclasses.replace(rollouts, log_probs=log_probs)
         return rollouts
 
-    monkeypatch.setattr(StaticRolloutEngine, "generate", poisoned)
+    monkeypatch.setattr(ContinuousRolloutEngine, "generate", poisoned)
     config = bf16_config(tmp_path, checkpoint__period=1)
     with pytest.raises(FloatingPointError, match="log-probs of step 2 are not finite"):
         train(config)

@@ -2,13 +2,10 @@
 
 from fp8rl_jax.attention.attention import attention, cached_attention
 from fp8rl_jax.attention.kv_cache import KVCache, Placement, page_size
-from fp8rl_jax.attention.pages import OutOfPages, PagePool
 from fp8rl_jax.attention.projected import Rotation, decode_step, split_and_rotate
 
 __all__ = [
     "KVCache",
-    "OutOfPages",
-    "PagePool",
     "Placement",
     "Rotation",
     "attention",

@@ -1,40 +1,53 @@
-"""The static-batch rollout engine: a whole batch inside one jitted program."""
+"""The rollout engine: continuous batching over a pool of pages."""
 
-import functools
-import math
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jax.sharding import Mesh
+from jaxtyping import Float, Int, PyTree
 
-from fp8rl_jax.attention import KVCache, page_size
 from fp8rl_jax.fp8 import Precision
-from fp8rl_jax.logprobs import sample_tokens
 from fp8rl_jax.models.qwen3.config import Qwen3Config
-from fp8rl_jax.models.qwen3.model import Qwen3
-from fp8rl_jax.parallel.rules import DEFAULT_RULES
-from fp8rl_jax.parallel.sharding import shard_batch
-from fp8rl_jax.rollout.static_pages import lay_out, padded_length
-from fp8rl_jax.rollout.types import FinishReason, Prompts, Rollouts, SamplingParams
+from fp8rl_jax.rollout import programs
+from fp8rl_jax.rollout.capacity import Capacity, EngineLimits, plan_capacity
+from fp8rl_jax.rollout.plans import DecodePlan
+from fp8rl_jax.rollout.programs import COPIES, Chunks, Copies, Policy, Rows
+from fp8rl_jax.rollout.scheduler import Scheduler
+from fp8rl_jax.rollout.sequence import Event
+from fp8rl_jax.rollout.stop_strings import StopStrings
+from fp8rl_jax.rollout.types import (
+    Completion,
+    FinishReason,
+    Prompts,
+    Request,
+    Rollouts,
+    SamplingParams,
+)
+
+# Request, sample, its new tokens and their log-probs.
+OnTokens = Callable[[int, int, Int[np.ndarray, "T"], Float[np.ndarray, "T"]], None]
 
 
-class StaticRolloutEngine:
-    """Samples all rows in lockstep until every one has finished.
+class ContinuousRolloutEngine:
+    """Samples with every slot full: sequences come and go between decode steps.
 
-    The prompt is prefilled once for its G samples, which share its full pages; each key
-    and value is quantised once, when it enters the cache. One program per (prompt
-    count, padded prompt length, sampling parameters).
+    The prompt is prefilled once for its G samples, which share its full pages. When
+    pages run out, the youngest sequences wait and are recomputed later; a completion
+    is the same whatever the others do.
 
     Args:
       config: the model.
       precision: what runs in FP8 while sampling.
       vocab_size: the tokenizer's ids; ids from here up to the model's vocabulary are
         padding and are never drawn.
-      mesh: rows are split over its batch axes; None for one device.
+      mesh: sequences are split over its batch axes; None for one device.
+      limits: slots, pages and the size of steps; the defaults if None.
+      decode: text of token ids; needed for stop strings alone.
+
+    Raises:
+      ValueError: ``vocab_size`` does not fit the model.
     """
 
     def __init__(
@@ -43,16 +56,19 @@ class StaticRolloutEngine:
         precision: Precision,
         vocab_size: int,
         mesh: Mesh | None = None,
+        *,
+        limits: EngineLimits | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ):
         if not 0 < vocab_size <= config.vocab_size:
             raise ValueError(
                 f"vocab_size={vocab_size} must be positive and at most the model's "
                 f"{config.vocab_size}."
             )
-        self._config = config
-        self._precision = precision
-        self._vocab_size = vocab_size
-        self._mesh = mesh
+        self._policy = Policy(config, precision, vocab_size, mesh)
+        self._limits = limits or EngineLimits()
+        self._decode = decode
+        self.metrics: dict[str, float] = {}
 
     def generate(
         self,
@@ -60,65 +76,310 @@ class StaticRolloutEngine:
         prompts: Prompts,
         sampling: SamplingParams,
         key: tuple[int, int],
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Rollouts:
         """Draws completions; see `RolloutEngine.generate`.
 
+        ``metrics`` then holds what `Session.metrics` gives at the end.
+
+        Args:
+          weights: the policy.
+          prompts: prompts and sample ids.
+          sampling: how to draw.
+          key: (seed, step).
+          on_tokens: called with tokens as they are drawn.
+
         Raises:
-          ValueError: an empty prompt, a token outside the vocabulary, or sample ids of
-            the wrong shape.
+          ValueError: an empty prompt, a token outside the vocabulary, sample ids of
+            the wrong shape, or a sequence that the pages cannot hold.
         """
-        (device, *_) = jax.tree.leaves(weights)[0].devices()
-        arrays, static = self._program(prompts, sampling, device.platform)
-        if self._mesh is not None:
-            arrays = shard_batch(self._mesh, DEFAULT_RULES, arrays)
-        seed, step = (np.uint32(k) for k in key)
-        out = _generate(weights, arrays, seed, step, **static)
-        rows = len(prompts.tokens) * sampling.num_samples
-        tokens, log_probs, lengths, stopped = (
-            np.asarray(x)[:rows] for x in jax.device_get(out)
-        )
-        reasons = np.where(stopped, FinishReason.STOP, FinishReason.LENGTH)
-        return Rollouts(
-            tokens,
-            log_probs,
-            lengths,
-            reasons.astype(np.int32),
-            np.asarray(prompts.sample_ids, np.int32).reshape(-1),
-        )
-
-    def _program(
-        self, prompts: Prompts, sampling: SamplingParams, platform: str
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Host arrays and static arguments of :func:`_generate`."""
-        _check_prompts(prompts, sampling, self._vocab_size)
-        num_prompts, shards = len(prompts.tokens), _batch_shards(self._mesh)
-        padded = -(-num_prompts // shards) * shards
+        _check_prompts(prompts, sampling, self._policy.vocab_size)
         longest = max(map(len, prompts.tokens))
-        page = page_size(longest + sampling.max_new_tokens, platform)
-        tokens, lengths = _pad(prompts.tokens, padded, padded_length(longest, page))
-        pages, num_pages = lay_out(lengths, tokens.shape[1], sampling, page, shards)
-        sample_ids = np.zeros((padded, sampling.num_samples), np.int32)
-        sample_ids[:num_prompts] = prompts.sample_ids
-        arrays = {
-            "tokens": tokens,
-            "lengths": lengths,
-            "sample_ids": sample_ids,
-            "active": np.arange(padded) < num_prompts,
-            "pages": pages,
-        }
-        static = {
-            "config": self._config,
-            "precision": self._precision,
-            "sampling": sampling,
-            "vocab_size": self._vocab_size,
-            "page": page,
-            "num_pages": num_pages,
-            "mesh": self._mesh,
-        }
-        return arrays, static
+        with self.session(
+            weights,
+            key,
+            max_length=longest + sampling.max_new_tokens,
+            longest_prompt=longest,
+            num_prompts=len(prompts.tokens),
+            num_sequences=np.size(prompts.sample_ids),
+            on_tokens=on_tokens,
+        ) as session:
+            requests = [
+                session.submit(Request(tokens, sampling, tuple(map(int, ids))))
+                for tokens, ids in zip(prompts.tokens, prompts.sample_ids, strict=True)
+            ]
+            completions = session.run()
+            self.metrics = session.metrics()
+        rows = {request: i for i, request in enumerate(requests)}
+        completions.sort(key=lambda c: (rows[c.request], c.sample))
+        return _as_rollouts(completions, prompts, sampling.max_new_tokens)
+
+    def session(
+        self,
+        weights: PyTree,
+        key: tuple[int, int],
+        *,
+        max_length: int,
+        longest_prompt: int | None = None,
+        num_prompts: int = 64,
+        num_sequences: int = 512,
+        on_tokens: OnTokens | None = None,
+    ) -> "Session":
+        """Opens a session that samples from one policy.
+
+        Args:
+          weights: as `fp8.weights.sampling_weights` lays them out.
+          key: (seed, step) of the sampling noise.
+          max_length: tokens of the longest sequence, prompt included.
+          longest_prompt: tokens; ``max_length`` if None.
+          num_prompts: about so many prompts will come at a time,
+          num_sequences: and so many samples of them.
+          on_tokens: called with tokens as they are drawn.
+
+        Raises:
+          ValueError: the pages do not hold one sequence of ``max_length`` tokens.
+        """
+        capacity = plan_capacity(
+            self._policy,
+            self._limits,
+            weights,
+            max_length=max_length,
+            longest_prompt=longest_prompt or max_length,
+            num_prompts=num_prompts,
+            num_sequences=num_sequences,
+        )
+        return Session(
+            self._policy,
+            self._limits,
+            capacity,
+            weights,
+            key,
+            decode=self._decode,
+            on_tokens=on_tokens,
+        )
 
 
-def _check_prompts(prompts: Prompts, sampling: SamplingParams, vocab_size: int):
+class Session:
+    """Requests that are sampled from one policy; a context manager.
+
+    Later requests that begin with the tokens of earlier ones, such as the next turn of
+    a conversation, share their pages as long as these last.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: EngineLimits,
+        capacity: Capacity,
+        weights: PyTree,
+        key: tuple[int, int],
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        on_tokens: OnTokens | None = None,
+    ):
+        self.capacity = capacity
+        self._policy = policy
+        self._limits = limits
+        self._weights = weights
+        self._key = tuple(np.uint32(k) for k in key)
+        self._stop_strings = StopStrings(decode)
+        self._on_tokens = on_tokens
+        self._scheduler = Scheduler(
+            num_shards=capacity.num_shards,
+            num_slots=capacity.num_slots,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            prefill_rows=capacity.prefill_rows,
+            prefill_length=capacity.prefill_length,
+            max_length=capacity.max_length,
+            min_rows=capacity.min_rows,
+        )
+        self._pool = programs.create_pool(
+            policy, capacity.num_pages, capacity.page_size
+        )
+        self._cancelled: list[Completion] = []
+        self._seconds = {"prefill": 0.0, "all": 0.0}
+        self._used = [0, 0]  # tokens drawn and slot-steps, while sequences waited
+        self._most_pages = 0
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the pages."""
+        for x in self._pool:
+            x.delete()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do or to return."""
+        return self._scheduler.has_work or bool(self._cancelled)
+
+    def submit(self, request: Request) -> int:
+        """Queues a request and returns its id, which its completions bear.
+
+        Raises:
+          ValueError: a token outside the vocabulary, stop strings without a tokenizer,
+            or a sequence longer than the session's.
+        """
+        _check_ids(request.prompt, self._policy.vocab_size, "The prompt")
+        self._stop_strings.check(request.sampling.stop_strings)
+        return self._scheduler.submit(request)
+
+    def cancel(self, request: int) -> None:
+        """Ends a request: the next step returns its completions, as they are."""
+        events = self._scheduler.cancel(request)
+        self._cancelled += [event.sequence.completion() for event in events]
+
+    def set_weights(self, weights: PyTree, key: tuple[int, int]) -> None:
+        """Goes on with another policy: nothing that the old one computed is used.
+
+        Sequences that are running keep their tokens.
+
+        Args:
+          weights: as before, of the same shapes.
+          key: (seed, step) of the sampling noise from now on.
+        """
+        self._scheduler.forget_prefixes()
+        self._weights = weights
+        self._key = tuple(np.uint32(k) for k in key)
+
+    def run(
+        self,
+        on_step: Callable[["Session", list[Completion]], None] | None = None,
+    ) -> list[Completion]:
+        """Takes steps until all is done; returns the completions as they ended.
+
+        Args:
+          on_step: called after every step, with the completions that ended in it.
+        """
+        completions = []
+        while self.has_work:
+            ended = self.step()
+            completions += ended
+            if on_step is not None:
+                on_step(self, ended)
+        return completions
+
+    def step(self) -> list[Completion]:
+        """Prefills some waiting prompts, then decodes a burst.
+
+        Returns:
+          The completions that ended.
+        """
+        start = time.perf_counter()
+        self._prefill()
+        prefilled = time.perf_counter()
+        plan = self._scheduler.next_decode(self._limits.decode_steps)
+        completions, self._cancelled = self._cancelled, []
+        if plan is not None:
+            before, waiting = self._scheduler.metrics, self._scheduler.num_waiting
+            for event in self._decode_burst(plan):
+                completions += self._take(event)
+            if waiting:
+                self._note_use(before)
+        self._most_pages = max(self._most_pages, self._scheduler.metrics.pages_in_use)
+        self._seconds["prefill"] += prefilled - start
+        self._seconds["all"] += time.perf_counter() - start
+        return completions
+
+    def metrics(self) -> dict[str, float]:
+        """What the session has done, for logs.
+
+        `rollout/` and: tokens_per_sec, generated_tokens, prefill_tokens,
+        cache_hit_tokens, prefill_share (of the time, as the host sees it), slot_use,
+        slot_use_until_queue_empty (1 if nothing ever waited), page_use, preemptions.
+        """
+        m, capacity = self._scheduler.metrics, self.capacity
+        pages = capacity.num_pages * capacity.num_shards
+        seconds = self._seconds["all"]
+        values = {
+            "tokens_per_sec": m.generated_tokens / seconds if seconds else 0.0,
+            "generated_tokens": m.generated_tokens,
+            "prefill_tokens": m.prefill_tokens,
+            "cache_hit_tokens": m.cache_hit_tokens,
+            "prefill_share": self._seconds["prefill"] / seconds if seconds else 0.0,
+            "slot_use": m.generated_tokens / m.slot_steps if m.slot_steps else 1.0,
+            "slot_use_until_queue_empty": (
+                self._used[0] / self._used[1] if self._used[1] else 1.0
+            ),
+            "page_use": self._most_pages / pages,
+            "preemptions": m.preemptions,
+        }
+        return {f"rollout/{name}": float(value) for name, value in values.items()}
+
+    def _note_use(self, before) -> None:
+        """Adds a burst, ``before`` which sequences waited, to the use of slots."""
+        after = self._scheduler.metrics
+        self._used[0] += after.generated_tokens - before.generated_tokens
+        self._used[1] += after.slot_steps - before.slot_steps
+
+    def _take(self, event: Event) -> list[Completion]:
+        """Passes on what was drawn; returns the completion if it has ended."""
+        sequence, tokens, log_probs, reason = event
+        drawn = sequence.tokens[sequence.prompt_length :]
+        kept = self._stop_strings.end(
+            drawn, len(tokens), sequence.sampling.stop_strings
+        )
+        if kept is not None:
+            dropped = len(drawn) - kept
+            tokens, log_probs = (x[: len(x) - dropped] for x in (tokens, log_probs))
+            reason = FinishReason.STOP
+            self._scheduler.finish(sequence, reason, kept)
+        if self._on_tokens is not None:
+            self._on_tokens(sequence.request_id, sequence.sample, tokens, log_probs)
+        return [] if reason is None else [sequence.completion()]
+
+    def _prefill(self) -> None:
+        for _ in range(self._limits.prefill_share):
+            plan = self._scheduler.next_prefill()
+            if plan is None:
+                return
+            self._pool = programs.prefill(
+                self._weights,
+                self._pool,
+                programs.put(self._policy, _fields(Chunks, plan)),
+                policy=self._policy,
+            )
+
+    def _copy_pages(self, plan: DecodePlan) -> None:
+        shards = self._policy.num_shards
+        source, target = (
+            x.reshape(shards, -1) for x in (plan.copy_source, plan.copy_target)
+        )
+        # Of one size, so that there is one program.
+        for i in range(0, source.shape[1], COPIES):
+            some = (x[:, i : i + COPIES] for x in (source, target))
+            padded = (
+                np.pad(x, ((0, 0), (0, COPIES - x.shape[1])), constant_values=-1)
+                for x in some
+            )
+            copies = Copies(*(x.reshape(-1) for x in padded))
+            self._pool = programs.copy_pages(
+                self._pool, programs.put(self._policy, copies), policy=self._policy
+            )
+
+    def _decode_burst(self, plan: DecodePlan) -> list[Event]:
+        self._copy_pages(plan)
+        rows = _fields(Rows, plan)
+        truncated = bool(np.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)))
+        self._pool, drawn = programs.decode(
+            self._weights,
+            self._pool,
+            programs.put(self._policy, rows),
+            self._key,
+            num_steps=plan.num_steps,
+            truncated=truncated,
+            policy=self._policy,
+        )
+        return self._scheduler.record(plan, *jax.device_get(drawn))
+
+
+def _check_prompts(prompts: Prompts, sampling: SamplingParams, vocab_size: int) -> None:
     expected = (len(prompts.tokens), sampling.num_samples)
     if np.shape(prompts.sample_ids) != expected:
         raise ValueError(
@@ -128,170 +389,36 @@ def _check_prompts(prompts: Prompts, sampling: SamplingParams, vocab_size: int):
     if not prompts.tokens:
         raise ValueError("There are no prompts to sample from.")
     for i, tokens in enumerate(prompts.tokens):
-        if not tokens:
+        if not len(tokens):
             raise ValueError(f"Prompt {i} is empty: give it at least one token.")
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(
-                f"Prompt {i} has token ids outside [0, {vocab_size}): is its tokenizer "
-                "the model's?"
-            )
+        _check_ids(tokens, vocab_size, f"Prompt {i}")
 
 
-def _batch_shards(mesh: Mesh | None) -> int:
-    if mesh is None:
-        return 1
-    return int(np.prod([mesh.shape[axis] for axis in DEFAULT_RULES.batch]))
-
-
-def _pad(prompts: list[list[int]], rows: int, length: int):
-    """Right-padded tokens [rows, length] and lengths; filler rows hold one token."""
-    tokens = np.zeros((rows, length), np.int32)
-    lengths = np.ones((rows,), np.int32)
-    for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt)] = prompt
-        lengths[i] = len(prompt)
-    return tokens, lengths
-
-
-def _row_keys(seed, step, sample_ids: Int[Array, "R"]):
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, sample_ids)
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "config",
-        "precision",
-        "sampling",
-        "vocab_size",
-        "page",
-        "num_pages",
-        "mesh",
-    ),
-)
-def _generate(weights, prompts, seed, step, *, mesh=None, **static):
-    """:func:`_generate_rows` on every device's rows, or on all without a mesh."""
-    if mesh is None:
-        return _generate_rows(weights, prompts, seed, step, **static)
-    batch, everywhere = DEFAULT_RULES.spec(("batch",)), PartitionSpec()
-    # Devices that share a row's arithmetic must take the same steps, and the compiler
-    # may let all devices of the mesh take part in what they exchange.
-    shared = math.prod(mesh.shape.values()) > _batch_shards(mesh)
-    together = DEFAULT_RULES.batch if shared else ()
-    return jax.shard_map(
-        functools.partial(_generate_rows, together=together, **static),
-        mesh=mesh,
-        in_specs=(everywhere, batch, everywhere, everywhere),
-        out_specs=batch,
-        axis_names=set(DEFAULT_RULES.batch),
-        check_vma=False,
-    )(weights, prompts, seed, step)
-
-
-def _generate_rows(
-    weights,
-    prompts,
-    seed,
-    step,
-    *,
-    config,
-    precision,
-    sampling,
-    vocab_size,
-    page,
-    num_pages,
-    together=(),
-):
-    """Prefill and decoding of a batch.
-
-    ``together`` names mesh axes whose devices end at the same step.
-
-    Returns tokens [R, T], log-probs [R, T], lengths [R] and whether each row stopped.
-    """
-    model = Qwen3(config, weights)
-    dtype = jnp.dtype(config.dtype)
-    num_prompts, prompt_slots = prompts["tokens"].shape
-    group, limit = sampling.num_samples, sampling.max_new_tokens
-    keys = _row_keys(seed, step, prompts["sample_ids"].reshape(-1))
-    prompt_lengths = jnp.repeat(prompts["lengths"], group)
-
-    def draw(hidden, position):
-        """Draws the token at ``position`` of every row."""
-        return sample_tokens(
-            hidden,
-            model.head,
-            jax.vmap(jax.random.fold_in)(keys, position),
-            temperature=sampling.temperature,
-            vocab_size=vocab_size,
+def _check_ids(tokens: Sequence[int], vocab_size: int, name: str) -> None:
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ValueError(
+            f"{name} has token ids outside [0, {vocab_size}): is its tokenizer the "
+            "model's?"
         )
 
-    pages = prompts["pages"]
-    cache = KVCache.create(
-        config.num_layers,
-        num_pages,
-        config.num_kv_heads,
-        page,
-        config.head_dim,
-        pages.prompt_table,
-        precision,
-        dtype,
+
+def _fields(kind, plan):
+    """The arrays of a plan that a program takes."""
+    return kind(**{name: getattr(plan, name) for name in kind._fields})
+
+
+def _as_rollouts(
+    completions: list[Completion], prompts: Prompts, limit: int
+) -> Rollouts:
+    tokens = np.zeros((len(completions), limit), np.int32)
+    log_probs = np.zeros((len(completions), limit), np.float32)
+    for i, c in enumerate(completions):
+        tokens[i, : len(c.tokens)] = c.tokens
+        log_probs[i, : len(c.log_probs)] = c.log_probs
+    return Rollouts(
+        tokens,
+        log_probs,
+        np.array([len(c.tokens) for c in completions], np.int32),
+        np.array([c.finish_reason for c in completions], np.int32),
+        np.asarray(prompts.sample_ids, np.int32).reshape(-1),
     )
-    positions = jnp.broadcast_to(
-        jnp.arange(prompt_slots, dtype=jnp.int32)[None], prompts["tokens"].shape
-    )
-    hidden, cache = model(prompts["tokens"], positions, precision, cache=cache)
-    last = jnp.take_along_axis(hidden, prompts["lengths"][:, None, None] - 1, axis=1)
-    cache = cache.copy_pages(pages.copy_source, pages.copy_target)
-    cache = cache.with_table(pages.row_table)
-
-    stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
-
-    def record(state, token, log_prob):
-        """Writes column t of every row that is still running."""
-        t, tokens, log_probs, lengths, stopped = state
-        running = (lengths == t) & ~stopped
-        column = jnp.where(running, token, 0)
-        tokens = lax.dynamic_update_slice(tokens, column[:, None], (0, t))
-        column = jnp.where(running, log_prob, 0.0)
-        log_probs = lax.dynamic_update_slice(log_probs, column[:, None], (0, t))
-        is_stop = jnp.any(token[:, None] == stop_ids[None], -1)
-        return (
-            t + 1,
-            tokens,
-            log_probs,
-            lengths + running.astype(jnp.int32),
-            stopped | (running & is_stop),
-        )
-
-    rows = num_prompts * group
-    state = (
-        jnp.int32(0),
-        jnp.zeros((rows, limit), jnp.int32),
-        jnp.zeros((rows, limit), jnp.float32),
-        jnp.zeros((rows,), jnp.int32),
-        # Filler rows are born finished.
-        ~jnp.repeat(prompts["active"], group),
-    )
-    token, log_prob = draw(jnp.repeat(last[:, 0], group, axis=0), prompt_lengths)
-    state = record(state, token, log_prob)
-
-    def some_running(carry):
-        (t, *_, stopped), _, _ = carry
-        running = jnp.any(~stopped)
-        if together:
-            running = lax.pmax(running.astype(jnp.int32), together) > 0
-        return (t < limit) & running
-
-    def decode(carry):
-        state, token, cache = carry
-        t, *_, stopped = state
-        position = prompt_lengths + t
-        # A row that has ended reads and writes nothing.
-        at = jnp.where(stopped, -1, position - 1)
-        hidden, cache = model(token[:, None], at[:, None], precision, cache=cache)
-        token, log_prob = draw(hidden[:, 0], position)
-        return record(state, token, log_prob), token, cache
-
-    state, _, _ = lax.while_loop(some_running, decode, (state, token, cache))
-    return state[1:]

@@ -12,7 +12,7 @@ from fp8rl_jax.fp8.quantize import expand_scales
 from fp8rl_jax.learner import Learner, OptimizerConfig, negative_log_likelihood
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
-from fp8rl_jax.rollout import Prompts, SamplingParams, StaticRolloutEngine
+from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, SamplingParams
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)])
@@ -59,7 +59,7 @@ def test_sampler_and_trainer_are_close(name, bound):
     params = init_params(config, jax.random.key(0), std=0.05)
     codes = learner.quantize(params)
     prompts = Prompts([[1, 2, 3], list(range(50))], np.arange(8).reshape(2, 4))
-    rollouts = StaticRolloutEngine(config, recipe.rollout, 380).generate(
+    rollouts = ContinuousRolloutEngine(config, recipe.rollout, 380).generate(
         learner.rollout_weights(params, codes),
         prompts,
         SamplingParams(max_new_tokens=64, stop_ids=(379,), num_samples=4),

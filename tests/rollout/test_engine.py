@@ -1,4 +1,4 @@
-"""The static rollout engine: what is drawn, what is recorded, when it ends."""
+"""The rollout engine: what is drawn, what is recorded, when it ends."""
 
 import dataclasses
 
@@ -6,32 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollout_policy import CONFIG, NEVER_DRAWN, PRECISION, VOCAB_SIZE, policy
 
-from fp8rl_jax.fp8 import get_recipe
-from fp8rl_jax.fp8.weights import quantize_weights, sampling_weights
 from fp8rl_jax.models.qwen3.axes import param_axes
-from fp8rl_jax.models.qwen3.config import Qwen3Config
-from fp8rl_jax.models.qwen3.init import init_params
 from fp8rl_jax.models.qwen3.model import Qwen3
 from fp8rl_jax.parallel.mesh import make_mesh
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
 from fp8rl_jax.parallel.sharding import tree_shardings
-from fp8rl_jax.rollout import FinishReason, Prompts, SamplingParams, engine
-from fp8rl_jax.rollout import StaticRolloutEngine as Engine
+from fp8rl_jax.rollout import ContinuousRolloutEngine as Engine
+from fp8rl_jax.rollout import FinishReason, Prompts, SamplingParams, programs
 
-CONFIG = Qwen3Config(
-    vocab_size=96,
-    hidden_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    intermediate_size=128,
-    tie_word_embeddings=True,
-)
-VOCAB_SIZE = 90  # six more rows are padding
-PRECISION = get_recipe("fp8").rollout
-NEVER_DRAWN = 95
 SAMPLING = SamplingParams(0.8, 8, (NEVER_DRAWN,), num_samples=2)
 PROMPTS = Prompts(
     [
@@ -47,21 +31,6 @@ def subset(prompts, rows, samples=slice(None)):
     return Prompts(
         [prompts.tokens[i] for i in rows], prompts.sample_ids[list(rows)][:, samples]
     )
-
-
-@pytest.fixture(scope="module")
-def params():
-    return init_params(CONFIG, jax.random.key(0), std=0.1)
-
-
-@jax.jit
-def policy(params):
-    return sampling_weights(params, quantize_weights(params), PRECISION.linear)
-
-
-@pytest.fixture(scope="module")
-def weights(params):
-    return policy(params)
 
 
 @pytest.fixture(scope="module")
@@ -186,21 +155,14 @@ def test_padding_ids_are_never_drawn(params, rollouts):
     assert np.mean(logits.argmax(-1) >= VOCAB_SIZE) > 0.9
 
 
-def test_samples_of_a_prompt_share_its_prefill(weights):
-    """Prefill arithmetic does not grow with the number of samples."""
-
-    def flops(num_samples):
+def test_a_prompt_is_prefilled_once_for_its_samples(weights):
+    for num_samples in (1, 8):
         sampling = dataclasses.replace(SAMPLING, num_samples=num_samples)
-        prompts = Prompts([[0] * 512] * 2, np.zeros((2, num_samples), np.int32))
-        program = Engine(CONFIG, PRECISION, VOCAB_SIZE)._program(
-            prompts, sampling, "cpu"
-        )
-        arrays, static = program
-        zero = np.uint32(0)
-        lowered = engine._generate.lower(weights, arrays, zero, zero, **static)
-        return lowered.cost_analysis()["flops"]
-
-    assert flops(8) < 1.2 * flops(1)
+        ids = np.arange(2 * num_samples).reshape(2, -1)
+        sampler = Engine(CONFIG, PRECISION, VOCAB_SIZE)
+        sampler.generate(weights, Prompts([[0] * 40, [1] * 200], ids), sampling, KEY)
+        # The last token of a prompt is a decode step's.
+        assert sampler.metrics["rollout/prefill_tokens"] == 39 + 199
 
 
 def test_a_mesh_of_eight_devices_draws_the_same(params, rollouts):
@@ -275,14 +237,14 @@ def cut_at_stops(rollouts, stop_ids):
 def draws(monkeypatch):
     """Records every execution of the sampler's draw, the loop's included."""
     executions = []
-    original = engine.sample_tokens
+    original = programs.sample_tokens
 
     def counted(*args, **kwargs):
         jax.debug.callback(lambda: executions.append(1))
         return original(*args, **kwargs)
 
     jax.clear_caches()
-    monkeypatch.setattr(engine, "sample_tokens", counted)
+    monkeypatch.setattr(programs, "sample_tokens", counted)
     yield executions
     jax.clear_caches()
 
@@ -300,7 +262,7 @@ def test_stop_ids_end_rows_and_then_the_loop(weights, rollouts, draws, stopping_
     assert_same(found, expected)
     stops = found.finish_reasons == FinishReason.STOP
     assert stops.any() and stops.all() == (len(stopping_rows) == 6)
-    # One draw after the prefill and one a decode step: no step after the last stop.
+    # One draw a step, and no step after the last stop.
     jax.effects_barrier()
     assert len(draws) == found.lengths.max()
     assert (len(draws) < 8) == stops.all()

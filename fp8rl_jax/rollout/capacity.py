@@ -1,0 +1,165 @@
+"""How much a rollout engine holds: slots, pages and the shapes of its programs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from fp8rl_jax.attention import page_size
+from fp8rl_jax.rollout.programs import Policy, page_bytes
+
+# Rows of the smallest decode program: of a kernel's tile, or of little work.
+_MIN_ROWS = {"gpu": 64, "cpu": 8}
+_LONGEST_CHUNK = 512  # tokens: a longer prompt takes several
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLimits:
+    """What an engine may use.
+
+    Attributes:
+      max_slots: most sequences that one device decodes at once.
+      max_length: tokens of the longest sequence, prompt included; None: of the longest
+        that a call may need. Giving it keeps programs the same from call to call.
+      decode_steps: most decode steps between two looks at the queue.
+      prefill_tokens: most tokens of one prefill, per device.
+      prefill_share: most prefills between two bursts of decode steps.
+      memory_fraction: share of a device's free memory that pages may take.
+      num_pages: pages per device; None: what is needed, as far as memory goes.
+    """
+
+    max_slots: int = 1024
+    max_length: int | None = None
+    decode_steps: int = 16
+    prefill_tokens: int = 8192
+    prefill_share: int = 8
+    memory_fraction: float = 0.9
+    num_pages: int | None = None
+
+    def __post_init__(self):
+        optional = ("max_length", "num_pages")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in optional and value is None:
+                continue
+            if not value > 0:
+                raise ValueError(f"{field.name} must be positive, got {value}.")
+        if self.memory_fraction > 1:
+            raise ValueError(
+                f"memory_fraction must be at most 1, got {self.memory_fraction}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """What one session has; per device unless it says otherwise.
+
+    Attributes:
+      num_shards: devices that sequences are split over.
+      page_size: tokens of a page.
+      num_pages: pages.
+      num_slots: most sequences decoded at once.
+      min_rows: rows of the smallest decode program.
+      max_length: tokens of the longest sequence.
+      prefill_rows: chunks of a prefill.
+      prefill_length: tokens of a chunk.
+      bytes_per_page: in all layers.
+    """
+
+    num_shards: int
+    page_size: int
+    num_pages: int
+    num_slots: int
+    min_rows: int
+    max_length: int
+    prefill_rows: int
+    prefill_length: int
+    bytes_per_page: int
+
+    def __str__(self) -> str:
+        tokens = self.num_pages * self.page_size * self.num_shards
+        resident = min(
+            self.num_slots, self.num_pages // -(-self.max_length // self.page_size)
+        )
+        size = self.num_pages * self.bytes_per_page / 1e9
+        return (
+            f"KV cache: {tokens:,} tokens in {self.num_pages:,} pages of "
+            f"{self.page_size} on each device ({size:.1f} GB); "
+            f"{self.num_slots * self.num_shards:,} slots, "
+            f"{resident * self.num_shards:,} sequences of {self.max_length:,} tokens "
+            "at once."
+        )
+
+
+def plan_capacity(
+    policy: Policy,
+    limits: EngineLimits,
+    weights: PyTree,
+    *,
+    max_length: int,
+    longest_prompt: int,
+    num_prompts: int,
+    num_sequences: int,
+) -> Capacity:
+    """Sizes a session.
+
+    Args:
+      policy: what is sampled from.
+      limits: what it may use.
+      weights: of the policy; its devices' free memory is what pages can take.
+      max_length: tokens of the longest sequence, unless ``limits`` names it.
+      longest_prompt: tokens.
+      num_prompts: how many there are at a time.
+      num_sequences: how many of their samples.
+
+    Raises:
+      ValueError: the pages do not hold one sequence of that length.
+    """
+    devices = jax.tree.leaves(weights)[0].devices()
+    platform = next(iter(devices)).platform
+    shards = policy.num_shards
+    max_length = limits.max_length or max_length
+    page = page_size(max_length, platform)
+    per_page = page_bytes(policy.config, policy.precision, page)
+    pages_of_a_sequence = -(-max_length // page)
+    slots = min(limits.max_slots, -(-num_sequences // shards))
+    num_pages = limits.num_pages
+    if num_pages is None:
+        # Admission leaves a page over for every running sequence.
+        num_pages = slots * (pages_of_a_sequence + 1)
+        free = _free_bytes(devices)
+        if free is not None:
+            num_pages = min(num_pages, int(limits.memory_fraction * free) // per_page)
+    if num_pages < pages_of_a_sequence:
+        raise ValueError(
+            f"{num_pages} pages of {page} tokens ({per_page / 1e6:.1f} MB each) do not "
+            f"hold one sequence of {max_length} tokens: shorten prompts or "
+            "max_new_tokens, free device memory, or use more devices."
+        )
+    longest = max(-(-longest_prompt // page), 1) * page
+    chunk = min(_power_of_two(longest // page) * page, max(_LONGEST_CHUNK, page))
+    rows = min(limits.prefill_tokens // chunk, _power_of_two(-(-num_prompts // shards)))
+    return Capacity(
+        num_shards=shards,
+        page_size=page,
+        num_pages=num_pages,
+        num_slots=slots,
+        min_rows=min(_MIN_ROWS.get(platform, 8), _power_of_two(slots)),
+        max_length=max_length,
+        prefill_rows=max(rows, 1),
+        prefill_length=chunk,
+        bytes_per_page=per_page,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _free_bytes(devices) -> int | None:
+    """Of the fullest device; None where the platform does not say."""
+    stats = [device.memory_stats() for device in devices]
+    if not all(stats):
+        return None
+    return int(np.min([s["bytes_limit"] - s["bytes_in_use"] for s in stats]))
