@@ -157,11 +157,14 @@ class _Run:
                     metrics = self._validate(state, codes, 0, stage)
                     writer.write(0, metrics)
                 self._save(state, reference, 0, metrics)
+            first = step
             while step < total and not self._guard.should_stop():
                 state, codes, metrics, samples = self._step(
                     state, codes, reference, step
                 )
                 step += 1
+                if step == first + 1:
+                    reporter.console.print(self._experiment.engine.description)
                 if self._validates(step, last=step == total):
                     metrics |= self._validate(state, codes, step, "after GRPO")
                 writer.write(step, metrics)

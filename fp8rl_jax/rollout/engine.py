@@ -69,6 +69,7 @@ class ContinuousRolloutEngine:
         self._limits = limits or EngineLimits()
         self._decode = decode
         self.metrics: dict[str, float] = {}
+        self.description = ""
 
     def generate(
         self,
@@ -149,6 +150,7 @@ class ContinuousRolloutEngine:
             num_prompts=num_prompts,
             num_sequences=num_sequences,
         )
+        self.description = str(capacity)
         return Session(
             self._policy,
             self._limits,

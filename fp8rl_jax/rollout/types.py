@@ -161,9 +161,11 @@ class RolloutEngine(Protocol):
 
     Attributes:
       metrics: what the last call did, by name.
+      description: what it had room for, in a line.
     """
 
     metrics: dict[str, float]
+    description: str
 
     def generate(
         self,
