@@ -43,7 +43,7 @@ def get_config():
     c.warm_start.max_accuracy = 0.45
     c.warm_start.max_steps = 150
 
-    c.grpo.num_steps = 80
+    c.grpo.num_steps = 70
     c.grpo.num_prompts_per_step = 128
     c.grpo.num_generations_per_prompt = 8
     c.grpo.num_mini_batches = 4
@@ -53,7 +53,7 @@ def get_config():
 
     c.optimizer.learning_rate = 4e-4
     c.optimizer.warmup_steps = 20
-    c.optimizer.decay_steps = 360  # four updates a step: the last has 3.5 % left
+    c.optimizer.decay_steps = 320  # four updates a step: the last has 3.5 % left
     c.optimizer.b2 = 0.99
     c.optimizer.weight_decay = 0.0
 

@@ -330,7 +330,7 @@ def decode_burst(recipe: str, num_layers: int, num_pages: int, batch: int) -> di
 def page_copies(recipe: str, num_layers: int, num_pages: int) -> dict:
     """The rollout engine's copies of pages."""
     policy, pool = _policy_and_pool(recipe, num_layers, num_pages)
-    pages = jax.ShapeDtypeStruct((programs.COPIES,), jnp.int32)
+    pages = jax.ShapeDtypeStruct((32,), jnp.int32)
     return report(
         functools.partial(programs.copy_pages, policy=policy),
         *(pool, programs.Copies(pages, pages)),

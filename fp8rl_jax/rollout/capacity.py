@@ -12,6 +12,8 @@ from fp8rl_jax.rollout.programs import Policy, page_bytes
 # Rows of the smallest decode program: of a kernel's tile, or of little work.
 _MIN_ROWS = {"gpu": 64, "cpu": 8}
 _LONGEST_CHUNK = 512  # tokens: a longer prompt takes several
+# Pages that are copied at a time lie beside the pool until all have been read.
+_COPIED_BYTES, _MOST_COPIES = 2**29, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Capacity:
       max_length: tokens of the longest sequence.
       prefill_rows: chunks of a prefill.
       prefill_length: tokens of a chunk.
+      page_copies: pages copied by one program.
       bytes_per_page: in all layers.
     """
 
@@ -75,6 +78,7 @@ class Capacity:
     max_length: int
     prefill_rows: int
     prefill_length: int
+    page_copies: int
     bytes_per_page: int
 
     def __str__(self) -> str:
@@ -149,6 +153,7 @@ def plan_capacity(
         max_length=max_length,
         prefill_rows=max(rows, 1),
         prefill_length=chunk,
+        page_copies=max(min(_COPIED_BYTES // per_page, _MOST_COPIES, slots), 1),
         bytes_per_page=per_page,
     )
 

@@ -13,7 +13,7 @@ from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.rollout import programs
 from fp8rl_jax.rollout.capacity import Capacity, EngineLimits, plan_capacity
 from fp8rl_jax.rollout.plans import DecodePlan
-from fp8rl_jax.rollout.programs import COPIES, Chunks, Copies, Policy, Rows
+from fp8rl_jax.rollout.programs import Chunks, Copies, Policy, Rows
 from fp8rl_jax.rollout.scheduler import Scheduler
 from fp8rl_jax.rollout.sequence import Event
 from fp8rl_jax.rollout.stop_strings import StopStrings
@@ -354,10 +354,11 @@ class Session:
             x.reshape(shards, -1) for x in (plan.copy_source, plan.copy_target)
         )
         # Of one size, so that there is one program.
-        for i in range(0, source.shape[1], COPIES):
-            some = (x[:, i : i + COPIES] for x in (source, target))
+        size = self.capacity.page_copies
+        for i in range(0, source.shape[1], size):
+            some = (x[:, i : i + size] for x in (source, target))
             padded = (
-                np.pad(x, ((0, 0), (0, COPIES - x.shape[1])), constant_values=-1)
+                np.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=-1)
                 for x in some
             )
             copies = Copies(*(x.reshape(-1) for x in padded))

@@ -25,8 +25,6 @@ from fp8rl_jax.sampling import sample_tokens
 
 Pool = tuple[Array, ...]
 
-COPIES = 32  # pages copied at a time, which bounds what lies beside the pool
-
 
 class Policy(NamedTuple):
     """What is sampled from, and where.
@@ -94,7 +92,7 @@ class Rows(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Pages to copy, :data:`COPIES` of each shard.
+    """Pages to copy, as many of each shard.
 
     Attributes:
       source: int32 [N].

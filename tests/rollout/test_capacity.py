@@ -47,6 +47,7 @@ def test_a_token_of_8b_takes_its_keys_values_and_scales(recipe, token):
     free = 80 * 10**9
     capacity = plan(Weights("gpu", free), policy=policy, max_length=8192)
     assert capacity.num_pages == int(0.9 * free) // (128 * token)
+    assert capacity.page_copies * capacity.bytes_per_page <= 2**29
     assert f"{capacity.num_pages * 128:,} tokens" in str(capacity)
 
 
