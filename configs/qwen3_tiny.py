@@ -53,7 +53,7 @@ def get_config():
 
     c.optimizer.learning_rate = 4e-4
     c.optimizer.warmup_steps = 20
-    c.optimizer.decay_steps = 320  # four updates a step: the last has 3.5 % left
+    c.optimizer.decay_steps = 320  # four updates a step: the last has 4 % left
     c.optimizer.b2 = 0.99
     c.optimizer.weight_decay = 0.0
 
