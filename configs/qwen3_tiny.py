@@ -8,9 +8,9 @@ jumps beyond 45 %); GRPO then goes on without any supervised term.
 
 Hardware: two CPU cores, 1.3 GB.
 Time: 5 minutes 26 seconds, of which one and a quarter compile and warm up.
-Result: held-out accuracy 0 % at the start, 38.5 % after the warm start, 86 % after GRPO.
-    Another seed may end lower: with ten more steps, 82.5, 84.5 and 73 % for seeds 0, 1
-    and 2. Sampler and trainer log-probs are equal in every step:
+Result: held-out accuracy 0 % at the start, 38.5 % after the warm start, 86 % after
+    GRPO. Another seed may end lower: with ten more steps, 82.5, 84.5 and 73 % for seeds
+    0, 1 and 2. Sampler and trainer log-probs are equal in every step:
     `train/logprob_abs_diff_max` is 0.
 """
 
