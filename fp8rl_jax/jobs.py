@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8rl_jax.data.jsonl import numbered_rows, parse_object
 from fp8rl_jax.data.tokenizer import Message, Tokenizer, TokenizerError
 from fp8rl_jax.rollout import Request, SamplingParams
 from fp8rl_jax.tasks.base import render_prompt
@@ -56,13 +57,9 @@ class JobReader:
         if not path.is_file():
             raise ValueError(f"{path}: no such file: give prompts, one object a line")
         jobs, lines = [], {}
-        # Only "\n" ends a JSONL row: str.splitlines would also cut at U+2028.
-        rows = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-        for number, row in enumerate(rows, start=1):
-            if not row.strip():
-                continue
+        for number, row in numbered_rows(path):
             try:
-                job = self.job(_parse(row), number)
+                job = self.job(parse_object(row), number)
                 if job.id in lines:
                     raise ValueError(f"line {lines[job.id]} has the id {job.id!r} too")
             except ValueError as error:
@@ -139,18 +136,6 @@ def sample_ids(name: str | int, count: int) -> tuple[int, ...]:
     """
     first = zlib.crc32(json.dumps(name).encode())
     return tuple((first + i) % 2**31 for i in range(count))
-
-
-def _parse(row: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(row.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    return record
 
 
 def _is_integer(value: Any) -> bool:

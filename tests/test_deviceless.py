@@ -39,6 +39,13 @@ def products(report):
     return [k for k in report["kernels"] if k["opcodes"].get("QGMMA")]
 
 
+def pool_bytes(recipe):
+    """Of 2000 pages of 3 layers."""
+    values = 2 * 3 * 2000 * 8 * 128 * 128
+    # One float32 scale for the 128 codes of a token and head.
+    return values + values // 32 if recipe == "fp8" else 2 * values
+
+
 def kernel_calls(report):
     return report["hlo"].count('custom_call_target="mosaic_gpu')
 
@@ -120,9 +127,7 @@ def test_attention_multiplies_in_its_dtype_and_spills_nothing(name, opcode, repo
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
 def test_a_decode_loop_writes_into_the_donated_pool(recipe, report):
     found = report(f"decode loop {recipe}")
-    values = 2 * 3 * 2000 * 8 * 128 * 128
-    # One float32 scale for the 128 codes of a token and head.
-    pool = values + values // 32 if recipe == "fp8" else 2 * values
+    pool = pool_bytes(recipe)
     assert found["alias_bytes"] >= pool
     assert found["temp_bytes"] < pool / 100
     assert not re.search(r"= \S*\[3,2000,8,\S* copy\(", found["hlo"])
@@ -133,8 +138,7 @@ def test_a_decode_loop_writes_into_the_donated_pool(recipe, report):
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
 def test_a_burst_copies_neither_pages_nor_weights(recipe, report):
     found = report(f"burst {recipe}")
-    values = 2 * 3 * 2000 * 8 * 128 * 128
-    pool = values + values // 32 if recipe == "fp8" else 2 * values
+    pool = pool_bytes(recipe)
     assert found["alias_bytes"] >= pool
     assert not re.search(r"= \S*\[3,2000,8,\S* copy\(", found["hlo"])
     # A layer's gate and up projection alone would be 100 MB in FP8.
@@ -144,6 +148,5 @@ def test_a_burst_copies_neither_pages_nor_weights(recipe, report):
 
 def test_copies_of_pages_are_made_in_the_donated_pool(report):
     found = report("page copies")
-    values = 2 * 3 * 2000 * 8 * 128 * 128
-    assert found["alias_bytes"] >= values + values // 32
-    assert found["temp_bytes"] < (values + values // 32) / 30
+    assert found["alias_bytes"] >= pool_bytes("fp8")
+    assert found["temp_bytes"] < pool_bytes("fp8") / 30

@@ -19,7 +19,8 @@ def named_sharding(mesh: Mesh, rules: AxisRules, axes: LogicalAxes) -> NamedShar
     return NamedSharding(mesh, rules.spec(axes))
 
 
-def _shards(mesh: Mesh, rules: AxisRules, name: str | None) -> int:
+def num_shards(mesh: Mesh, rules: AxisRules, name: str | None) -> int:
+    """Into how many parts the mesh cuts a logical axis."""
     return math.prod(mesh.shape[axis] for axis in rules.mesh_axes(name))
 
 
@@ -49,7 +50,7 @@ def tree_shardings(
         if len(names) != len(x.shape):
             raise ValueError(f"{where}: shape {x.shape} has other axes than {names}")
         for name, size in zip(names, x.shape, strict=True):
-            if size % (shards := _shards(mesh, rules, name)):
+            if size % (shards := num_shards(mesh, rules, name)):
                 raise ValueError(
                     f"{where}: axis {name!r} of shape {x.shape} has size {size}, "
                     f"which does not divide into {shards} shards "
@@ -90,7 +91,7 @@ def scale_sharding(
         raise ValueError(f"kernel of shape {shape} has other axes than {axes}")
     *leading, out_axis, in_axis = axes
     kept = [
-        name if size % (width * _shards(mesh, rules, name)) == 0 else None
+        name if size % (width * num_shards(mesh, rules, name)) == 0 else None
         for name, size, width in zip(
             (out_axis, in_axis), shape[-2:], block, strict=True
         )
@@ -115,7 +116,7 @@ def shard_batch(
     Raises:
       ValueError: if the global row count does not divide into the batch shards.
     """
-    shards = _shards(mesh, rules, "batch")
+    shards = num_shards(mesh, rules, "batch")
     sharding = named_sharding(mesh, rules, ("batch",))
 
     def put(x: Shaped[np.ndarray, "rows ..."]) -> Array:

@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from fp8rl_jax.attention import page_size
 from fp8rl_jax.rollout.programs import Policy, page_bytes
+from fp8rl_jax.rollout.slots import power_of_two
 
 # Rows of the smallest decode program: of a kernel's tile, or of little work.
 _MIN_ROWS = {"gpu": 64, "cpu": 8}
@@ -26,7 +27,7 @@ class EngineLimits:
         that a call may need. Giving it keeps programs the same from call to call.
       decode_steps: most decode steps between two looks at the queue.
       prefill_tokens: most tokens of one prefill, per device.
-      prefill_share: most prefills between two bursts of decode steps.
+      prefills_per_burst: most prefills between two bursts of decode steps.
       memory_fraction: share of a device's free memory that pages may take.
       num_pages: pages per device; None: what is needed, as far as memory goes.
     """
@@ -35,7 +36,7 @@ class EngineLimits:
     max_length: int | None = None
     decode_steps: int = 16
     prefill_tokens: int = 8192
-    prefill_share: int = 8
+    prefills_per_burst: int = 8
     memory_fraction: float = 0.9
     num_pages: int | None = None
 
@@ -142,24 +143,20 @@ def plan_capacity(
             "max_new_tokens, free device memory, or use more devices."
         )
     longest = max(-(-longest_prompt // page), 1) * page
-    chunk = min(_power_of_two(longest // page) * page, max(_LONGEST_CHUNK, page))
-    rows = min(limits.prefill_tokens // chunk, _power_of_two(-(-num_prompts // shards)))
+    chunk = min(power_of_two(longest // page) * page, max(_LONGEST_CHUNK, page))
+    rows = min(limits.prefill_tokens // chunk, power_of_two(-(-num_prompts // shards)))
     return Capacity(
         num_shards=shards,
         page_size=page,
         num_pages=num_pages,
         num_slots=slots,
-        min_rows=min(_MIN_ROWS.get(platform, 8), _power_of_two(slots)),
+        min_rows=min(_MIN_ROWS.get(platform, 8), power_of_two(slots)),
         max_length=max_length,
         prefill_rows=max(rows, 1),
         prefill_length=chunk,
         page_copies=max(min(_COPIED_BYTES // per_page, _MOST_COPIES, slots), 1),
         bytes_per_page=per_page,
     )
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _free_bytes(devices) -> int | None:

@@ -106,14 +106,11 @@ class ContinuousRolloutEngine:
             num_sequences=np.size(prompts.sample_ids),
             on_tokens=on_tokens,
         ) as session:
-            requests = [
+            for tokens, ids in zip(prompts.tokens, prompts.sample_ids, strict=True):
                 session.submit(Request(tokens, sampling, tuple(map(int, ids))))
-                for tokens, ids in zip(prompts.tokens, prompts.sample_ids, strict=True)
-            ]
             completions = session.run()
             self.metrics = session.metrics()
-        rows = {request: i for i, request in enumerate(requests)}
-        completions.sort(key=lambda c: (rows[c.request], c.sample))
+        completions.sort(key=lambda c: (c.request, c.sample))
         return _as_rollouts(completions, prompts, sampling.max_new_tokens)
 
     def session(
@@ -337,7 +334,7 @@ class Session:
         return [] if reason is None else [sequence.completion()]
 
     def _prefill(self) -> None:
-        for _ in range(self._limits.prefill_share):
+        for _ in range(self._limits.prefills_per_burst):
             plan = self._scheduler.next_prefill()
             if plan is None:
                 return

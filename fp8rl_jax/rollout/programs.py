@@ -1,6 +1,6 @@
-"""The rollout engine's programs: a prefill of chunks and a burst of decode steps.
+"""The rollout engine's programs: prefills, copies of pages, bursts of decode steps.
 
-Both take the pool of pages donated and give it back, so that it stays in its buffers.
+They take the pool of pages donated and give it back, so that it stays in its buffers.
 With a mesh every device has its own rows and its own pages, numbered from 0.
 """
 
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
@@ -21,6 +20,7 @@ from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.model import Qwen3
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
+from fp8rl_jax.parallel.sharding import num_shards, shard_batch
 from fp8rl_jax.sampling import sample_tokens
 
 Pool = tuple[Array, ...]
@@ -46,7 +46,7 @@ class Policy(NamedTuple):
         """Devices that rows and pages are split over."""
         if self.mesh is None:
             return 1
-        return math.prod(self.mesh.shape[axis] for axis in DEFAULT_RULES.batch)
+        return num_shards(self.mesh, DEFAULT_RULES, "batch")
 
 
 class Chunks(NamedTuple):
@@ -125,23 +125,19 @@ def page_bytes(config: Qwen3Config, precision: Precision, page_size: int) -> int
     return sum(x.size * x.dtype.itemsize for x in pool)
 
 
+@functools.partial(jax.jit, static_argnames=("policy", "num_pages", "page_size"))
 def create_pool(policy: Policy, num_pages: int, page_size: int) -> Pool:
     """Empty pages, ``num_pages`` on each shard.
 
     Returns:
       The arrays of a `KVCache` of all shards' pages.
     """
-    make = functools.partial(
-        _empty_pages,
-        policy.config,
-        policy.precision,
-        num_pages * policy.num_shards,
-        page_size,
-    )
-    sharding = None
-    if policy.mesh is not None:
-        sharding = NamedSharding(policy.mesh, _pool_spec())
-    return jax.jit(make, out_shardings=sharding)()
+    num_pages *= policy.num_shards
+    pool = _empty_pages(policy.config, policy.precision, num_pages, page_size)
+    if policy.mesh is None:
+        return pool
+    sharding = NamedSharding(policy.mesh, _pool_spec())
+    return lax.with_sharding_constraint(pool, sharding)
 
 
 def _empty_pages(config, precision, num_pages, page_size):
@@ -353,6 +349,5 @@ def _decode_rows(
 def put(policy: Policy, rows: Chunks | Copies | Rows) -> Chunks | Copies | Rows:
     """Puts host arrays where the programs want them."""
     if policy.mesh is None:
-        return jax.tree.map(np.asarray, rows)
-    sharding = NamedSharding(policy.mesh, DEFAULT_RULES.spec(("batch",)))
-    return jax.device_put(rows, sharding)
+        return rows
+    return shard_batch(policy.mesh, DEFAULT_RULES, rows)

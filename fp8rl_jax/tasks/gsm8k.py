@@ -8,12 +8,12 @@ References:
 """
 
 import dataclasses
-import json
 import pathlib
 import re
 from collections.abc import Sequence
 from typing import Literal
 
+from fp8rl_jax.data.jsonl import numbered_rows, parse_object
 from fp8rl_jax.data.tokenizer import Message, Tokenizer
 from fp8rl_jax.tasks import graders
 from fp8rl_jax.tasks.base import DatasetError, Example, Grade, render_prompt
@@ -98,30 +98,20 @@ def read_gsm8k(path: str | pathlib.Path, config: GSM8KConfig) -> list[Example]:
     if not path.is_file():
         raise DatasetError(f"{path}: no such file: give a GSM8K-format JSONL file")
     examples = []
-    # Only "\n" ends a JSONL row: str.splitlines would also cut at U+2028.
-    rows = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    for number, row in enumerate(rows, start=1):
-        if row.strip():
-            try:
-                examples.append(_parse_row(row, f"{path.stem}:{number}", config))
-            except ValueError as e:
-                raise DatasetError(
-                    f"{path}:{number}: {e}: correct or remove this row"
-                ) from e
+    for number, row in numbered_rows(path):
+        try:
+            examples.append(_parse_row(row, f"{path.stem}:{number}", config))
+        except ValueError as e:
+            raise DatasetError(
+                f"{path}:{number}: {e}: correct or remove this row"
+            ) from e
     if not examples:
         raise DatasetError(f"{path}: the file has no rows")
     return examples
 
 
 def _parse_row(row: bytes, example_id: str, config: GSM8KConfig) -> Example:
-    try:
-        record = json.loads(row.decode())
-    except UnicodeDecodeError as e:
-        raise ValueError(f"not UTF-8 ({e})") from e
-    except (json.JSONDecodeError, RecursionError) as e:
-        raise ValueError(f"not JSON ({e})") from e
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+    record = parse_object(row)
     for key in ("question", "answer"):
         if not isinstance(record.get(key), str) or not record[key].strip():
             raise ValueError(f"the field {key!r} is missing or not a text")
