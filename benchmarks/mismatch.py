@@ -38,9 +38,10 @@ from fp8rl_jax.data.batching import (
 from fp8rl_jax.fp8 import Precision, Recipe, get_recipe
 from fp8rl_jax.fp8.recipe import RECIPES
 from fp8rl_jax.grpo import LossConfig, LossInputs, policy_loss
-from fp8rl_jax.learner import Learner, OptimizerConfig
+from fp8rl_jax.learner import Learner
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES, Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
+from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, Rollouts, SamplingParams
 
 _SMALL = Qwen3Config(

@@ -77,6 +77,7 @@ def base_config() -> ConfigDict:
 
     c.train = ConfigDict()
     c.train.micro_batch_size = 32  # rows per forward and backward, over all devices
+    c.train.tokens_per_micro_batch = 0  # of a device, packed; 0: rows as above
     c.train.remat = "full"  # none | full | dots
 
     c.optimizer = ConfigDict()  # AdamW on float32 masters
@@ -89,6 +90,8 @@ def base_config() -> ConfigDict:
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.01
     c.optimizer.max_grad_norm = 1.0
+    c.optimizer.mu_dtype = "float32"  # of the stored moments; bfloat16 is rounded
+    c.optimizer.nu_dtype = "float32"  # stochastically
 
     c.sampling = ConfigDict()
     c.sampling.temperature = 1.0

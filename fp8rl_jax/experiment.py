@@ -6,24 +6,28 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 from ml_collections import ConfigDict
 
+from fp8rl_jax.data.batching import BLOCK, TokenBatch
+from fp8rl_jax.data.layout import Layout, lay_out_rows, pack
 from fp8rl_jax.data.prompts import PromptSet, tokenize_prompts
 from fp8rl_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from fp8rl_jax.fp8 import Recipe, get_recipe
 from fp8rl_jax.grpo import Algorithm, policy_loss, preset
 from fp8rl_jax.learner import (
     Learner,
-    OptimizerConfig,
     negative_log_likelihood,
 )
 from fp8rl_jax.models.qwen3.checkpoint import load_hf, resolve_model
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES, Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
+from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.parallel.mesh import check_divides, make_mesh
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
+from fp8rl_jax.parallel.sharding import num_shards
 from fp8rl_jax.rollout import (
     ContinuousRolloutEngine,
     EngineLimits,
@@ -105,6 +109,14 @@ class Experiment:
         """Float32 masters: the checkpoint's, or random; directly in shards."""
         shardings = self.learner.state_shardings().params
         return initial_params(self.config, self.model, shardings)
+
+    def layout(self, batch: TokenBatch, mask: Bool[np.ndarray, "R T"]) -> Layout:
+        """Micro-batches of sequences [R, T]; ``mask`` marks the targets that count."""
+        c = self.config.train
+        if not c.tokens_per_micro_batch:
+            return lay_out_rows(batch, mask, min(len(mask), c.micro_batch_size))
+        rows = num_shards(self.mesh, DEFAULT_RULES, "batch")
+        return pack(batch, mask, c.tokens_per_micro_batch, rows)
 
     def warm_start_learner(self) -> Learner:
         """The learner of the supervised phase."""
@@ -327,6 +339,9 @@ def _check_ranges(config: ConfigDict) -> None:
 def _check_batch(config: ConfigDict) -> None:
     g = config.grpo
     rows = g.num_prompts_per_step * g.num_generations_per_prompt
+    if config.train.tokens_per_micro_batch:
+        _check_packing(config, rows)
+        return
     if rows % (g.num_mini_batches * config.train.micro_batch_size):
         raise ValueError(
             f"{g.num_prompts_per_step} prompts x {g.num_generations_per_prompt} "
@@ -343,6 +358,22 @@ def _check_batch(config: ConfigDict) -> None:
                 f"warm_start.batch_size={rows} does not divide into micro-batches of "
                 f"train.micro_batch_size={micro}: change either."
             )
+
+
+def _check_packing(config: ConfigDict, rows: int) -> None:
+    tokens = config.train.tokens_per_micro_batch
+    longest = config.task.max_prompt_length + config.sampling.max_new_tokens
+    if tokens % BLOCK or tokens < longest:
+        raise ValueError(
+            f"train.tokens_per_micro_batch={tokens} must be a multiple of {BLOCK} and "
+            f"hold one sequence of task.max_prompt_length + sampling.max_new_tokens = "
+            f"{longest} tokens; or be 0: rows of train.micro_batch_size."
+        )
+    if rows % config.grpo.num_mini_batches:
+        raise ValueError(
+            f"{rows} rows do not divide into grpo.num_mini_batches="
+            f"{config.grpo.num_mini_batches}."
+        )
 
 
 def _check_lengths(config: ConfigDict, model: Qwen3Config) -> None:
@@ -369,7 +400,8 @@ def _check_model_divides(model: Qwen3Config, mesh: Mesh) -> None:
 
 
 def _check_batches_divide(config: ConfigDict, mesh: Mesh) -> None:
-    check_divides(mesh, DEFAULT_RULES, {"batch": config.train.micro_batch_size})
+    if not config.train.tokens_per_micro_batch:
+        check_divides(mesh, DEFAULT_RULES, {"batch": config.train.micro_batch_size})
     check_divides(mesh, DEFAULT_RULES, {"batch": config.grpo.num_prompts_per_step})
     if config.warm_start.enabled:
         check_divides(mesh, DEFAULT_RULES, {"batch": config.warm_start.batch_size})

@@ -24,11 +24,12 @@ from fp8rl_jax.fp8.weights import (
     sampling_weights,
     training_weights,
 )
-from fp8rl_jax.grpo import Normalizer, combine_metrics
+from fp8rl_jax.grpo import Normalizer, combine_metrics, empty_metrics
 from fp8rl_jax.logprobs import token_log_probs
 from fp8rl_jax.models.qwen3.axes import param_axes
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.model import REMAT_POLICIES, Qwen3, abstract_params
+from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
 from fp8rl_jax.parallel.sharding import tree_shardings
 
@@ -60,85 +61,13 @@ class UpdateResult(NamedTuple):
         or the gradient was not finite.
       codes: FP8 codes of the new masters.
       metrics: scalars: the loss function's, ``grad_norm``, ``lr`` and ``finite``.
-      log_probs: float32 [micro-batches, rows, T], by the masters before the update.
+      log_probs: float32 [micro-batches, N, R], by the masters before the update.
     """
 
     state: TrainState
     codes: PyTree
     metrics: dict[str, Array]
-    log_probs: Float[Array, "A B T"]
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with linear warm-up and a global-norm clip.
-
-    Attributes:
-      learning_rate: peak, reached after the warm-up.
-      warmup_steps: optimiser steps of linear warm-up.
-      warmup_start: learning rate of the first step, as a share of the peak.
-      decay_steps: 0 keeps the peak; otherwise a cosine reaches 0 after so many
-        optimiser steps, the warm-up included.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
-      weight_decay: decoupled decay of embeddings and kernels (not of norm scales).
-      max_grad_norm: global norm to clip at.
-    """
-
-    learning_rate: float
-    warmup_steps: int = 0
-    warmup_start: float = 0.1
-    decay_steps: int = 0
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self):
-        if not self.learning_rate > 0 or not self.max_grad_norm > 0:
-            raise ValueError(
-                "learning_rate and max_grad_norm must be positive, got "
-                f"{self.learning_rate} and {self.max_grad_norm}."
-            )
-        if self.decay_steps and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"decay_steps={self.decay_steps} must exceed "
-                f"warmup_steps={self.warmup_steps}, or be 0 for no decay."
-            )
-
-    def schedule(self) -> optax.Schedule:
-        """Learning rate of each optimiser step, counted from 0."""
-        peak, start = self.learning_rate, self.learning_rate * self.warmup_start
-        warmup = optax.linear_schedule(start, peak, max(self.warmup_steps, 1))
-        if self.decay_steps:
-            rest = optax.cosine_decay_schedule(
-                peak, self.decay_steps - self.warmup_steps
-            )
-        else:
-            rest = optax.constant_schedule(peak)
-        return optax.join_schedules([warmup, rest], [self.warmup_steps])
-
-    def transform(self) -> optax.GradientTransformation:
-        """The optax transformation."""
-
-        def decays(params):
-            return jax.tree.map_with_path(
-                lambda path, _: path[-1].key != "scale", params
-            )
-
-        return optax.chain(
-            optax.clip_by_global_norm(self.max_grad_norm),
-            optax.adamw(
-                self.schedule(),
-                b1=self.b1,
-                b2=self.b2,
-                eps=self.eps,
-                weight_decay=self.weight_decay,
-                mask=decays,
-            ),
-        )
+    log_probs: Float[Array, "A N R"]
 
 
 class Learner:
@@ -286,16 +215,21 @@ class Learner:
             dtype=jnp.dtype(self._config.dtype),
         )
 
-    def _score(self, weights, batch: TokenBatch):
-        """Log-probs [micro-batches, rows, T] by the trainer's forward pass.
+    def _score(self, weights, batch: TokenBatch, count=None):
+        """Log-probs [micro-batches, N, R] by the trainer's forward pass.
 
         Args:
           weights: `frozen_weights` of the policy, or of a reference.
-          batch: TokenBatch of [micro-batches, rows, T].
+          batch: TokenBatch of [micro-batches, B, T].
+          count: int32 scalar, as in `_update`.
         """
-        return lax.map(functools.partial(self._log_probs, weights), batch)
 
-    def _gradients(self, params, codes, batch: TokenBatch, inputs):
+        def micro_batch(tokens):
+            return {}, rows_of(self._log_probs(weights, tokens), tokens)
+
+        return _for_each(micro_batch, (batch,), count)[1]
+
+    def _gradients(self, params, codes, batch: TokenBatch, inputs, count=None):
         """Gradients, metrics and log-probs of all micro-batches, see `_update`."""
         normalizer = Normalizer.from_mask(
             inputs.mask.reshape(-1, inputs.mask.shape[-1])
@@ -307,20 +241,21 @@ class Learner:
             log_probs = self._log_probs(
                 weights, tokens, remat=self._remat, gradients=buffers
             )
+            log_probs = rows_of(log_probs, tokens)
             value, metrics = self._loss_fn(log_probs, inputs, normalizer)
             return value, (metrics, log_probs)
 
-        def micro_batch(_, xs):
+        def micro_batch(*xs):
             value, vjp, aux = jax.vjp(
                 lambda params: loss(params, *xs), params, has_aux=True
             )
             vjp.with_refs(buffers)(jnp.ones_like(value))
-            return None, aux
+            return aux
 
         # Every micro-batch and layer adds into these: `jax.grad` inside the scan would
         # hold a second buffer of all gradients.
         buffers = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), params)
-        _, (metrics, log_probs) = lax.scan(micro_batch, None, (batch, inputs))
+        metrics, log_probs = _for_each(micro_batch, (batch, inputs), count)
         grads = jax.tree.map(jax.freeze, buffers)
         metrics = combine_metrics(metrics) | {
             "global_valid_toks": normalizer.tokens,
@@ -328,20 +263,24 @@ class Learner:
         }
         return grads, metrics, log_probs
 
-    def _update(self, state, codes, batch: TokenBatch, inputs):
+    def _update(self, state, codes, batch: TokenBatch, inputs, count=None):
         """One optimiser step over a batch cut into micro-batches.
 
         Args:
           state: masters and optimiser state (donated).
           codes: FP8 codes of the masters (donated).
-          batch: TokenBatch of [micro-batches, rows, T].
-          inputs: pytree of [micro-batches, rows, ...] for the loss function; its
-            ``mask`` marks the targets that the loss counts.
+          batch: TokenBatch of [micro-batches, B, T].
+          inputs: pytree of [micro-batches, N, ...] for the loss function, N sequences
+            in the B rows; its ``mask`` marks the targets that the loss counts.
+          count: int32 scalar, how many micro-batches there are; further ones are not
+            looked at. None: all.
 
         Returns:
           UpdateResult.
         """
-        grads, metrics, log_probs = self._gradients(state.params, codes, batch, inputs)
+        grads, metrics, log_probs = self._gradients(
+            state.params, codes, batch, inputs, count
+        )
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
         # optax promotes float by int implicitly; callers may have forbidden that.
@@ -362,6 +301,45 @@ class Learner:
         }
         state = TrainState(state.step + 1, params, opt_state)
         return UpdateResult(state, self._quantize(params), metrics, log_probs)
+
+
+def _for_each(
+    fn: Callable[..., tuple[dict[str, Array], Array]],
+    arrays: PyTree[Array],
+    count: Int[Array, ""] | None,
+) -> tuple[dict[str, Array], Array]:
+    """Metrics and log-probs of the first ``count`` slices of arrays, stacked."""
+
+    def at(index):
+        return jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), arrays
+        )
+
+    def put(index, stacked):
+        return jax.tree.map(lambda x, y: x.at[index].set(y), stacked, fn(*at(index)))
+
+    total = jax.tree.leaves(arrays)[0].shape[0]
+    metrics, log_probs = jax.eval_shape(lambda: fn(*at(0)))
+    stacked = (
+        empty_metrics(metrics, total),
+        jnp.zeros((total, *log_probs.shape), log_probs.dtype),
+    )
+    return lax.fori_loop(0, total if count is None else count, put, stacked)
+
+
+def rows_of(log_probs: Float[Array, "B T"], batch: TokenBatch) -> Float[Array, "N R"]:
+    """Log-probs of a micro-batch with a row for every sequence.
+
+    Args:
+      log_probs: as the tokens lie.
+      batch: TokenBatch of [B, T]; N = B without packing, else B S.
+    """
+    if batch.index is None:
+        return log_probs
+    rows, sequences, length = batch.index.shape
+    index = batch.index.reshape(rows, sequences * length)
+    taken = jnp.take_along_axis(log_probs, index, axis=1, mode="clip")
+    return taken.reshape(rows * sequences, length)
 
 
 def policy_log_probs(

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from fp8rl_jax.checkpoint import Checkpointer, all_finite
 from fp8rl_jax.console import Reporter, Sample, print_table
-from fp8rl_jax.data.batching import micro_batches, place_on_targets, token_rows
+from fp8rl_jax.data.batching import place_on_targets, token_rows
 from fp8rl_jax.data.prompts import PromptBatch, PromptIterator
 from fp8rl_jax.experiment import Experiment, build
 from fp8rl_jax.grpo import (
@@ -305,10 +305,10 @@ class _Run:
                 old = reference_log_probs = None
                 if e.algorithm.loss.old_policy == "recomputed":
                     frozen = self._learner.frozen_weights(state.params, codes)
-                    old = self._score(frozen, tokens)
+                    old = self._score(frozen, tokens, mask)
                     del frozen
                 if reference is not None:
-                    reference_log_probs = self._score(reference, tokens)
+                    reference_log_probs = self._score(reference, tokens, mask)
             with timer.phase("advantage_calculation"):
                 penalized = jnp.asarray(rewards)
                 if reference is not None and e.algorithm.loss.kl_placement == "reward":
@@ -332,7 +332,7 @@ class _Run:
                 state, codes, updates = self._updates(
                     state, codes, tokens, inputs, step
                 )
-        metrics = step_metrics(batch, rollouts, grades, rewards, advantages, mask)
+        metrics = step_metrics(batch, rollouts, grades, rewards, advantages)
         metrics |= updates | memory_metrics() | sampled
         metrics |= with_throughput(timer.collect(), metrics, jax.device_count())
         shown = [
@@ -341,29 +341,33 @@ class _Run:
         ]
         return state, codes, metrics, shown[: c.logging.num_samples]
 
-    def _score(self, weights: PyTree, tokens) -> Float[np.ndarray, "R T"]:
-        rows = self._config.train.micro_batch_size
-        batch = self._learner.put(micro_batches(tokens, rows))
-        scored = np.asarray(self._learner.score(weights, batch))
-        return scored.reshape(-1, scored.shape[-1])
+    def _score(self, weights: PyTree, tokens, mask) -> Float[np.ndarray, "R T"]:
+        layout = self._experiment.layout(tokens, mask)
+        batch, count = self._learner.put(layout.batch), layout.num_micro_batches
+        scored = self._learner.score(weights, batch, np.int32(count))
+        return layout.restore(np.asarray(scored))
 
     def _updates(self, state, codes, tokens, inputs, step):
         """Every optimiser step that one rollout batch serves."""
         c, learner = self._config, self._learner
         num_rows = len(inputs.mask)
-        results = []
+        results, token_shares = [], []
         for epoch in range(c.grpo.num_epochs):
             order = np.arange(num_rows)
             if c.grpo.num_mini_batches > 1:
                 rng = np.random.default_rng((c.seed, step, epoch))
                 order = rng.permutation(num_rows)
             for rows in np.split(order, c.grpo.num_mini_batches):
-                mini_batch = jax.tree.map(lambda x, r=rows: x[r], (tokens, inputs))
-                arrays = micro_batches(mini_batch, c.train.micro_batch_size)
-                result = learner.update(state, codes, *learner.put(arrays))
+                some, its = jax.tree.map(lambda x, r=rows: x[r], (tokens, inputs))
+                layout = self._experiment.layout(some, its.mask)
+                arrays = learner.put((layout.batch, layout.take(its)))
+                count = np.int32(layout.num_micro_batches)
+                result = learner.update(state, codes, *arrays, count)
                 state, codes = result.state, result.codes
+                token_shares.append(layout.token_share)
                 results.append(result.metrics)
         metrics = combine_updates(jax.device_get(results))
+        metrics["train/padding_rate"] = 1.0 - float(np.mean(token_shares))
         if not metrics["train/finite"]:
             raise FloatingPointError(
                 f"The loss or gradient of step {step + 1} is not finite "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from fp8rl_jax.data.prompts import PromptBatch
 from fp8rl_jax.rollout import FinishReason, Rollouts
@@ -46,7 +46,6 @@ def step_metrics(
     grades: Sequence[Grade],
     rewards: Float[np.ndarray, "P G"],
     advantages: Float[np.ndarray, "P G"],
-    mask: Bool[np.ndarray, "R T"],
 ) -> dict[str, float]:
     """What the rollouts and their grades say."""
     prompt_lengths = np.array([len(tokens) for tokens in batch.tokens])
@@ -66,7 +65,6 @@ def step_metrics(
         "train/truncation_rate": truncated.mean(),
         "train/natural_termination_rate": 1.0 - truncated.mean(),
         "train/total_num_tokens": total,
-        "train/padding_rate": 1.0 - (total - len(mask)) / mask.size,
     }
     components: dict[str, list[float]] = {}
     for grade in grades:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from fp8rl_jax.console import Reporter
-from fp8rl_jax.data.batching import micro_batches, token_rows
+from fp8rl_jax.data.batching import token_rows
 from fp8rl_jax.data.prompts import PromptIterator
 from fp8rl_jax.experiment import Experiment
 from fp8rl_jax.learner import SupervisedInputs
@@ -55,7 +55,6 @@ def warm_start(
     )
     state = learner.init(params)
     codes = learner.quantize(state.params)
-    rows = min(config.batch_size, experiment.config.train.micro_batch_size)
     kept = None  # where to go back to if a step overshoots
     for step in range(1, config.max_steps + 1):
         batch = next(prompts)
@@ -64,8 +63,14 @@ def warm_start(
             for example in batch.examples
         ]
         tokens, mask = token_rows(batch.tokens, answers)
-        arrays = micro_batches((tokens, SupervisedInputs(mask)), rows)
-        state, codes, metrics, _ = learner.update(state, codes, *learner.put(arrays))
+        layout = experiment.layout(tokens, mask)
+        inputs = layout.take(SupervisedInputs(mask))
+        state, codes, metrics, _ = learner.update(
+            state,
+            codes,
+            *learner.put((layout.batch, inputs)),
+            np.int32(layout.num_micro_batches),
+        )
         metrics = {
             f"train/{name}": np.asarray(value).item() for name, value in metrics.items()
         }

@@ -24,12 +24,12 @@ from fp8rl_jax.data.batching import micro_batches, token_rows
 from fp8rl_jax.fp8 import get_recipe
 from fp8rl_jax.learner import (
     Learner,
-    OptimizerConfig,
     SupervisedInputs,
     negative_log_likelihood,
 )
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
+from fp8rl_jax.optimizer import OptimizerConfig
 
 _STEPS = flags.DEFINE_integer("steps", 100, "Optimiser steps.", lower_bound=10)
 _WIDTH = flags.DEFINE_integer("width", 4096, "Hidden size; heads and F follow.")

@@ -11,9 +11,10 @@ import pytest
 from fp8rl_jax.data.batching import TokenBatch
 from fp8rl_jax.fp8 import BLOCK, get_recipe
 from fp8rl_jax.grpo import LossConfig, LossInputs, policy_loss
-from fp8rl_jax.learner import Learner, OptimizerConfig
+from fp8rl_jax.learner import Learner
 from fp8rl_jax.logprobs import chunking
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES
+from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.rollout import programs
 
 CONFIG = QWEN3_SIZES["8b"]

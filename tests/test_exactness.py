@@ -21,9 +21,10 @@ from fp8rl_jax import numerics
 from fp8rl_jax.data.batching import TokenBatch, micro_batches
 from fp8rl_jax.fp8 import BLOCK, ScaledArray, get_recipe, quantize
 from fp8rl_jax.grpo import LossConfig, LossInputs, policy_loss
-from fp8rl_jax.learner import Learner, OptimizerConfig
+from fp8rl_jax.learner import Learner
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
+from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, SamplingParams
 
 # Two blocks of 128 along every contraction, four padding rows in the head.

@@ -14,10 +14,11 @@ from fp8rl_jax.data.batching import TokenBatch
 from fp8rl_jax.fp8 import fp8_dot_general, get_recipe
 from fp8rl_jax.fp8.gradient_ref import GradientRef
 from fp8rl_jax.fp8.weights import training_weights
-from fp8rl_jax.learner import Learner, OptimizerConfig, policy_log_probs
+from fp8rl_jax.learner import Learner, policy_log_probs
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
 from fp8rl_jax.models.qwen3.model import abstract_params
+from fp8rl_jax.optimizer import OptimizerConfig
 
 VOCAB_SIZE = 250
 

@@ -17,19 +17,20 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from fp8rl_jax.data.batching import TokenBatch, micro_batches, token_rows
+from fp8rl_jax.data.layout import pack
 from fp8rl_jax.fp8 import LinearPrecision, Recipe, ScaledArray, get_recipe
 from fp8rl_jax.fp8.recipe import FP8
 from fp8rl_jax.fp8.weights import quantize_weights
 from fp8rl_jax.grpo import LossConfig, LossInputs, Normalizer, policy_loss
 from fp8rl_jax.learner import (
     Learner,
-    OptimizerConfig,
     SupervisedInputs,
     negative_log_likelihood,
 )
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
 from fp8rl_jax.models.qwen3.model import Qwen3
+from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.parallel.mesh import make_mesh
 from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, SamplingParams
 
@@ -209,6 +210,29 @@ def test_micro_batches_and_padding(
 ):
     result = step(learner(name), params, pad(batch, empty_rows, columns), rows)
     check_same_gradient(name, result, base(name))
+
+
+@pytest.mark.parametrize("name", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_packing(params, batch, base, name):
+    """Three and three sequences in packed rows, two in a second micro-batch."""
+    tokens, inputs = batch
+    layout = pack(tokens, inputs.mask, 3 * 128, 2)
+    assert layout.num_micro_batches == 2
+    policy = learner(name)
+    data = layout.batch, layout.take(inputs)
+    # What lies beyond the count is not looked at.
+    data = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), data)
+    data[1].mask[2:] = False
+    count = np.int32(layout.num_micro_batches)
+    result = policy.update(*start(policy, params), *policy.put(data), count)
+    check_same_gradient(name, result, base(name))
+    packed = layout.restore(np.asarray(result.log_probs)[:2])
+    rows = np.asarray(step(policy, params, batch).log_probs)[0]
+    np.testing.assert_array_equal(packed[inputs.mask], rows[inputs.mask])
+    state, codes = start(policy, params)
+    frozen = policy.frozen_weights(state.params, codes)
+    scored = policy.score(frozen, policy.put(data[0]), count)
+    np.testing.assert_array_equal(np.asarray(scored)[:2], result.log_probs[:2])
 
 
 @pytest.mark.parametrize(

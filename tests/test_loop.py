@@ -466,9 +466,9 @@ def test_shuffled_rewards_are_the_same_rewards(tmp_path, monkeypatch, graded):
     dealt = []
     step_metrics = loop.step_metrics
 
-    def record(batch, rollouts, grades, rewards, advantages, mask):
+    def record(batch, rollouts, grades, rewards, advantages):
         dealt.append(([g.reward for g in grades], rewards.ravel().tolist()))
-        return step_metrics(batch, rollouts, grades, rewards, advantages, mask)
+        return step_metrics(batch, rollouts, grades, rewards, advantages)
 
     def distinct(rollouts, examples, tokenizer, pool):
         count = len(examples)

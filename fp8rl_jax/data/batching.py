@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 _SMALL_ROUND = 8
-_BLOCK = 128
+BLOCK = 128  # tokens that attention reads together
 
 
 class TokenBatch(NamedTuple):
@@ -20,12 +20,15 @@ class TokenBatch(NamedTuple):
       positions: int32 [..., T], within the sequence.
       segments: int32 [..., T], the sequence's id within its row; 0 marks padding. None
         if every row is one sequence, perhaps with padding after it.
+      index: int32 [..., S, R], where in the row the targets of its S sequences are;
+        None likewise.
     """
 
     tokens: Int[Array, "... T"]
     targets: Int[Array, "... T"]
     positions: Int[Array, "... T"]
     segments: Int[Array, "... T"] | None = None
+    index: Int[Array, "... S R"] | None = None
 
 
 def bucket_length(length: int) -> int:
@@ -34,11 +37,11 @@ def bucket_length(length: int) -> int:
     Multiples of 8 up to 128; then 128 times 1, 2, 3, 4, 6, 8, 12, ...: at most a third
     is padding, and few programs are compiled.
     """
-    if length <= _BLOCK:
+    if length <= BLOCK:
         return -(-length // _SMALL_ROUND) * _SMALL_ROUND
-    bucket = _BLOCK
+    bucket = BLOCK
     while bucket < length:
-        if bucket >= 2 * _BLOCK and bucket * 3 // 2 >= length:
+        if bucket >= 2 * BLOCK and bucket * 3 // 2 >= length:
             return bucket * 3 // 2
         bucket *= 2
     return bucket

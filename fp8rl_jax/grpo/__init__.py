@@ -1,7 +1,12 @@
 """Group relative policy optimisation as pure functions of arrays."""
 
 from fp8rl_jax.grpo.advantages import group_advantages, group_baseline_and_std
-from fp8rl_jax.grpo.aggregation import Normalizer, aggregate, combine_metrics
+from fp8rl_jax.grpo.aggregation import (
+    Normalizer,
+    aggregate,
+    combine_metrics,
+    empty_metrics,
+)
 from fp8rl_jax.grpo.config import AdvantageConfig, LossConfig
 from fp8rl_jax.grpo.importance import policy_ratio, truncated_importance_weight
 from fp8rl_jax.grpo.inputs import LossInputs
@@ -20,6 +25,7 @@ __all__ = [
     "aggregate",
     "clipped_surrogate",
     "combine_metrics",
+    "empty_metrics",
     "group_advantages",
     "group_baseline_and_std",
     "kl_estimate",

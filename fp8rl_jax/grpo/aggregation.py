@@ -9,6 +9,7 @@ padding columns and order of rows.
 from collections.abc import Mapping
 from typing import NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
@@ -124,3 +125,19 @@ def combine_metrics(stacked: Mapping[str, Float[Array, "M"]]) -> dict[str, Array
         return values.sum(axis=0)
 
     return {name: combine(name, values) for name, values in stacked.items()}
+
+
+def empty_metrics(
+    metrics: Mapping[str, jax.ShapeDtypeStruct], count: int
+) -> dict[str, Float[Array, "M"]]:
+    """The stacked metrics of ``count`` micro-batches without a valid token."""
+
+    def fill(name):
+        if name.endswith("_min"):
+            return jnp.inf
+        return -jnp.inf if name.endswith("_max") else 0.0
+
+    return {
+        name: jnp.full((count, *x.shape), fill(name), x.dtype)
+        for name, x in metrics.items()
+    }

@@ -82,17 +82,26 @@ class Capacity:
     page_copies: int
     bytes_per_page: int
 
-    def __str__(self) -> str:
-        tokens = self.num_pages * self.page_size * self.num_shards
-        resident = min(
-            self.num_slots, self.num_pages // -(-self.max_length // self.page_size)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pages of all devices hold."""
+        return self.num_pages * self.page_size * self.num_shards
+
+    @property
+    def resident(self) -> int:
+        """Sequences of the greatest length that all devices hold at once."""
+        pages_of_a_sequence = -(-self.max_length // self.page_size)
+        return self.num_shards * min(
+            self.num_slots, self.num_pages // pages_of_a_sequence
         )
+
+    def __str__(self) -> str:
         size = self.num_pages * self.bytes_per_page / 1e9
         return (
-            f"KV cache: {tokens:,} tokens in {self.num_pages:,} pages of "
+            f"KV cache: {self.num_tokens:,} tokens in {self.num_pages:,} pages of "
             f"{self.page_size} on each device ({size:.1f} GB); "
             f"{self.num_slots * self.num_shards:,} slots, "
-            f"{resident * self.num_shards:,} sequences of {self.max_length:,} tokens "
+            f"{self.resident:,} sequences of {self.max_length:,} tokens "
             "at once."
         )
 

@@ -69,6 +69,7 @@ class ContinuousRolloutEngine:
         self._limits = limits or EngineLimits()
         self._decode = decode
         self.metrics: dict[str, float] = {}
+        self.capacity: Capacity | None = None
         self.description = ""
 
     def generate(
@@ -147,7 +148,7 @@ class ContinuousRolloutEngine:
             num_prompts=num_prompts,
             num_sequences=num_sequences,
         )
-        self.description = str(capacity)
+        self.capacity, self.description = capacity, str(capacity)
         return Session(
             self._policy,
             self._limits,

@@ -9,9 +9,10 @@ from fp8rl_jax.data.batching import micro_batches, place_on_targets, token_rows
 from fp8rl_jax.fp8 import get_recipe, quantize
 from fp8rl_jax.fp8.matmul import scaled_matmul_nt
 from fp8rl_jax.fp8.quantize import expand_scales
-from fp8rl_jax.learner import Learner, OptimizerConfig, negative_log_likelihood
+from fp8rl_jax.learner import Learner, negative_log_likelihood
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.init import init_params
+from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.rollout import ContinuousRolloutEngine, Prompts, SamplingParams
 
 
