@@ -58,3 +58,18 @@ def device_time(
         sum(milliseconds for _, milliseconds in kernels[i : i + count]) / 1e3
         for i in range(0, len(kernels), count)
     ]
+
+
+def kernel_times(fn: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Launches and seconds of each kernel of ``fn()``, the longest first."""
+    cupti = mosaic_gpu._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready(fn())
+    finally:
+        kernels = cupti._cupti_get_timings(False)
+    times: dict[str, tuple[int, float]] = {}
+    for name, milliseconds in kernels:
+        count, seconds = times.get(name, (0, 0.0))
+        times[name] = count + 1, seconds + milliseconds / 1e3
+    return dict(sorted(times.items(), key=lambda item: -item[1][1]))

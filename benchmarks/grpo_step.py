@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from benchmarks.device_time import kernel_times
 from fp8rl_jax.console import print_table
 from fp8rl_jax.data.batching import place_on_targets, token_rows
 from fp8rl_jax.data.layout import pack
@@ -83,6 +84,9 @@ _MOMENTS = flags.DEFINE_string("moments", "bfloat16", "Dtype of the stored momen
 _FSDP = flags.DEFINE_integer("fsdp", 1, "Shards of the parameters.")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Shards of heads and features.")
 _MAX_SLOTS = flags.DEFINE_integer("max_slots", 1024, "Sequences at once, per device.")
+_PROFILE = flags.DEFINE_integer(
+    "profile", 0, "Kernels of the update to list, in one more step."
+)
 _NUM_LAYERS = flags.DEFINE_integer("num_layers", None, "In place of the size's own.")
 
 _DENSE_PEAK = 989e12  # FLOP/s of one H200 in bf16
@@ -165,8 +169,11 @@ class Step:
         self._update = None
         self.update_bytes = 0
 
-    def run(self, number: int) -> dict[str, float]:
-        """One step: seconds of each phase and what else there is to say."""
+    def run(self, number: int, profile: bool = False) -> dict[str, float]:
+        """One step: seconds of each phase and what else there is to say.
+
+        With ``profile``, prints the kernels of the update as well.
+        """
         s, marks = self._settings, [time.perf_counter()]
 
         def done(*arrays):
@@ -211,7 +218,17 @@ class Step:
                 + memory.temp_size_in_bytes
             )
         self.state = self.codes = None
-        result = self._update(*args)
+        if profile:
+            result = None
+
+            def update():
+                nonlocal result
+                result = self._update(*args)
+                return result.metrics
+
+            _print_kernels(kernel_times(update))
+        else:
+            result = self._update(*args)
         del args
         self.state, self.codes = result.state, result.codes
         done(result)
@@ -249,6 +266,20 @@ _REPORTED = (
 )
 
 
+def _print_kernels(times: dict[str, tuple[int, float]]) -> None:
+    total = sum(seconds for _, seconds in times.values())
+    rows = [
+        {
+            "kernel": name[:80],
+            "launches": str(count),
+            "s": f"{seconds:.3f}",
+            "%": f"{100 * seconds / total:.1f}",
+        }
+        for name, (count, seconds) in list(times.items())[: _PROFILE.value]
+    ]
+    print_table(rows, f"Kernels of an update, {total:.2f} s")
+
+
 def _memory(name: str) -> int:
     stats = jax.local_devices()[0].memory_stats()
     return stats[name] if stats else 0
@@ -282,6 +313,8 @@ def run_rung(settings, config, rung: str, path: Path) -> None:
                 print(f"{rung}: first step after {time.perf_counter() - start:.0f} s")
                 print(measured, flush=True)
                 continue
+            if measured["finite"] != 1.0:
+                raise FloatingPointError(f"{rung}: the update was not finite.")
             line = {
                 "rung": rung,
                 "step": number,
@@ -293,6 +326,8 @@ def run_rung(settings, config, rung: str, path: Path) -> None:
             with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(line, flush=True)
+        if _PROFILE.value:
+            step.run(_STEPS.value + 1, profile=True)
 
 
 def _spread(values: list[float], digits: int = 1) -> str:

@@ -371,6 +371,7 @@ def policy_log_probs(
         batch.positions,
         precision,
         segments=batch.segments,
+        index=batch.index,
         remat=remat,
         gradients=None if gradients is None else gradients["layers"],
     )

@@ -122,7 +122,7 @@ def lay_out(rows: list[list[Sequence]], width: int):
       TokenBatch and LossInputs of [rows, width].
     """
     shape = (len(rows), width)
-    batch = TokenBatch(*(np.zeros(shape, np.int32) for _ in TokenBatch._fields))
+    batch = TokenBatch(*(np.zeros(shape, np.int32) for _ in range(4)))
     mask, log_probs = np.zeros(shape, bool), np.zeros(shape, np.float32)
     for row, sequences in enumerate(rows):
         start = 0

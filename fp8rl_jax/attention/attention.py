@@ -21,6 +21,7 @@ def attention(
     segments: Int[Array, "B T"] | None,
     precision: Precision,
     *,
+    index: Int[Array, "B S R"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Differentiable causal attention of sequences over themselves.
@@ -38,13 +39,15 @@ def attention(
         results mean nothing. None if every row is one sequence from its first token on
         (and perhaps padding after it), whatever ``positions`` says.
       precision: what runs in FP8.
+      index: where the tokens of segment s are: index[:, s - 1], -1 after its last. The
+        gradient's kernel needs it beside ``segments``.
       implementation: "mosaic" (Hopper GPUs) or "reference"; None takes the best that
         runs where the program is lowered for.
 
     Returns:
       [B, T, N, H] in ``q.dtype``; straight-through gradients for the quantisation.
     """
-    tokens = (positions,) if segments is None else (positions, segments)
+    tokens = tuple(x for x in (positions, segments, index) if x is not None)
     q, k, v, *tokens = unify_varying(q, k, v, *tokens)
     return _attention(_Static(precision, implementation), q, k, v, tuple(tokens))
 

@@ -45,7 +45,10 @@ def _one_sequence(shape):
     return jnp.broadcast_to(positions, shape), jnp.ones(shape, jnp.int32)
 
 
-def _attend_self(q, k, v, positions, segments=None, *, precision, with_values, dtype):
+def _attend_self(
+    q, k, v, positions, segments=None, index=None, *, precision, with_values, dtype
+):
+    del index
     if segments is None:
         positions, segments = _one_sequence(positions.shape)
     num_kv_heads, values = k.shape[2], ()
@@ -79,9 +82,9 @@ def _blocks(positions, segments):
 
 
 def _attend_self_on_hopper(
-    q, k, v, positions, segments=None, *, precision, with_values, dtype
+    q, k, v, positions, segments=None, index=None, *, precision, with_values, dtype
 ):
-    del dtype
+    del dtype, index
     batch, length, num_heads, _ = q.shape
     q, k, v = (pad_to_multiple(x, (BLOCK, 1, 1)) for x in (q, k, v))
     if segments is None:
@@ -174,8 +177,10 @@ attend_self = PlatformFunction(
 # Its gradient, by the values that its products saw.
 
 
-def _differentiate(d_out, out, lse, q, k, v, positions, segments=None, *, dtype):
-    del dtype
+def _differentiate(
+    d_out, out, lse, q, k, v, positions, segments=None, index=None, *, dtype
+):
+    del dtype, index
     if segments is None:
         positions, segments = _one_sequence(positions.shape)
     batch, length = positions.shape
@@ -189,30 +194,55 @@ def _differentiate(d_out, out, lse, q, k, v, positions, segments=None, *, dtype)
 
 
 def _differentiate_on_hopper(
-    d_out, out, lse, q, k, v, positions, segments=None, *, dtype
+    d_out, out, lse, q, k, v, positions, segments=None, index=None, *, dtype
 ):
     del dtype
-    length = q.shape[1]
-    arrays = [pad_to_multiple(x, (BLOCK, 1, 1)) for x in (d_out, out, q, k, v)]
-    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -length % BLOCK)), constant_values=jnp.inf)
-    sequences = () if segments is None else _sequences(positions, segments)
-    gradients = cudnn_attention.attention_backward(*arrays, lse, *sequences)
-    gradients = [x[:, :length] for x in gradients]
-    if segments is not None:
-        real = (segments != 0)[:, :, None, None]
-        gradients = [jnp.where(real, x, jnp.zeros_like(x)) for x in gradients]
-    return tuple(gradients)
+    arrays, lse = (d_out, out, q, k, v), lse.swapaxes(1, 2)
+    lengths = None
+    if index is not None:
+        # A row for every sequence. cuDNN takes packed ones too, but its workspace is
+        # that of sequences which are all as long as the row.
+        arrays, lse, lengths = _unpack(arrays, lse, index)
+    length = lse.shape[1]
+    arrays = [pad_to_multiple(x, (BLOCK, 1, 1)) for x in arrays]
+    lse = jnp.pad(lse, ((0, 0), (0, -length % BLOCK), (0, 0)), constant_values=jnp.inf)
+    gradients = cudnn_attention.attention_backward(*arrays, lse.swapaxes(1, 2), lengths)
+    if index is not None:
+        return tuple(_pack(x, positions, segments, index.shape[1]) for x in gradients)
+    return tuple(x[:, :length] for x in gradients)
 
 
-def _sequences(positions, segments):
-    """First token and length of the sequence that begins at each block; -1 if none."""
-    positions, segments = (pad_to_multiple(x, (BLOCK,)) for x in (positions, segments))
-    num_blocks = segments.shape[1] // BLOCK
-    ids = segments[:, ::BLOCK]
-    begins = (positions[:, ::BLOCK] == 0) & (ids != 0)
-    starts = BLOCK * jnp.arange(num_blocks, dtype=jnp.int32)[None]
-    lengths = jnp.sum(segments[:, None] == ids[:, :, None], -1, dtype=jnp.int32)
-    return jnp.where(begins, starts, -1), lengths
+def _unpack(arrays, lse, index):
+    """Packed tokens [B, T, ...] as rows [B S, R, ...], and the lengths of these."""
+    batch, sequences, length = index.shape
+    places = index.reshape(batch, -1)
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+
+    def rows(x, fill):
+        x = x.at[row, places].get(mode="clip")
+        x = jnp.where(places[..., None, None] < 0, jnp.asarray(fill, x.dtype), x)
+        return x.reshape(batch * sequences, length, *x.shape[2:])
+
+    lengths = jnp.sum((index >= 0).astype(jnp.int32), -1).reshape(-1)
+    lse = rows(lse[..., None], jnp.inf)[..., 0]
+    return [rows(x, 0.0) for x in arrays], lse, lengths
+
+
+def _pack(x, positions, segments, sequences):
+    """The inverse; zeros where there is no sequence."""
+    batch = positions.shape[0]
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None] * sequences + segments - 1
+    taken = x.at[row, positions].get(mode="clip")
+    real = (segments != 0)[:, :, None, None]
+    return jnp.where(real, taken, jnp.zeros_like(taken))
+
+
+def _no_kernel_for_differentiate(
+    d_out, out, lse, q, k, v, positions, segments=None, index=None, *, dtype
+):
+    if segments is not None and index is None:
+        return "The gradient of packed sequences is computed where an index says."
+    return no_kernel(d_out[-1], dtype)
 
 
 differentiate = PlatformFunction(
@@ -220,7 +250,7 @@ differentiate = PlatformFunction(
     lambda d_out, out, lse, q, k, v, *_, dtype: [(shape, dtype) for shape in (q, k, v)],
     _differentiate,
     {"mosaic": one_at_a_time(_differentiate_on_hopper)},
-    no_kernel=lambda d_out, *_, dtype: no_kernel(d_out[-1], dtype),
+    no_kernel=_no_kernel_for_differentiate,
 )
 
 

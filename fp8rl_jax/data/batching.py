@@ -20,8 +20,8 @@ class TokenBatch(NamedTuple):
       positions: int32 [..., T], within the sequence.
       segments: int32 [..., T], the sequence's id within its row; 0 marks padding. None
         if every row is one sequence, perhaps with padding after it.
-      index: int32 [..., S, R], where in the row the targets of its S sequences are;
-        None likewise.
+      index: int32 [..., S, R], where in the row the tokens of segments 1 to S are; -1
+        after the last of each. None likewise.
     """
 
     tokens: Int[Array, "... T"]

@@ -96,7 +96,7 @@ def pack(
     count = -(-len(bins) // num_rows)
     shape = _few_sizes(count), num_rows, most
     places = np.full(shape, -1, np.int32)
-    index = np.zeros((*shape, mask.shape[1]), np.int32)
+    index = np.full((*shape, mask.shape[1]), -1, np.int32)
     packed = TokenBatch(
         *(np.zeros((*shape[:2], num_tokens), np.int32) for _ in range(4))
     )

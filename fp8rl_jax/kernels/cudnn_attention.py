@@ -22,8 +22,7 @@ def attention_backward(
     k: BFloat16[Array, "B T K H"],
     v: BFloat16[Array, "B T K H"],
     lse: Float[Array, "B N T"],
-    starts: Int[Array, "B T/128"] | None = None,
-    lengths: Int[Array, "B T/128"] | None = None,
+    lengths: Int[Array, "B"] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v: P = exp(q k^T / sqrt(H) - lse), D = rowsum(dO * O).
 
@@ -35,27 +34,23 @@ def attention_backward(
       v: values.
       lse: float32, natural log-sum-exp of every query's scores; inf where a query saw
         no key.
-      starts: of rows that hold several sequences, each from a multiple of 128 on: the
-        first token of each; -1 in the entries left over. None for one a row.
-      lengths: int32, tokens of each sequence.
+      lengths: int32, tokens of each row, padding comes after them; None if that is
+        never looked at.
 
     Returns:
-      dq, dk, dv, bfloat16; undefined outside of the sequences that ``starts`` names.
+      dq, dk, dv, bfloat16; undefined beyond ``lengths``.
     """
     lse = jnp.minimum(lse, _NO_KEY)
     none = jnp.zeros(0, q.dtype)
-    mask, seqlens, offsets = cudnn.MaskType.CAUSAL, none, none
-    if starts is not None:
-        mask, seqlens = (
-            cudnn.MaskType.PADDING_CAUSAL,
-            jnp.where(starts < 0, -1, lengths),
-        )
-        offsets = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
-        lse = _by_sequence(lse, starts)
+    mask, lengths = (
+        (cudnn.MaskType.CAUSAL, none)
+        if lengths is None
+        else (cudnn.MaskType.PADDING_CAUSAL, lengths)
+    )
     return tuple(
         cudnn._dot_product_attention_bwd_impl(
             *(q, k, v, none),
-            *(seqlens, seqlens, offsets, offsets),
+            *(lengths, lengths, none, none),
             *(none, none),
             *(lse, out, d_out),
             scale=q.shape[-1] ** -0.5,
@@ -67,17 +62,3 @@ def attention_backward(
             sliding_window_length=None,
         )
     )
-
-
-def _by_sequence(
-    lse: Float[Array, "B N T"], starts: Int[Array, "B S"]
-) -> Float[Array, "B*S N T"]:
-    """One row a sequence, as cuDNN wants it; those left over come last."""
-    batch, num_heads, length = lse.shape
-    begins = starts + length * jnp.arange(batch, dtype=jnp.int32)[:, None]
-    begins = jnp.where(starts < 0, -1, begins).reshape(-1)
-    (order,) = jnp.nonzero(begins >= 0, size=begins.size, fill_value=0)
-    tokens = begins[order][:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    flat = jnp.moveaxis(lse, 1, 0).reshape(num_heads, -1)
-    rows = jnp.take(flat, jnp.clip(tokens, 0, flat.shape[1] - 1), axis=1)
-    return jnp.moveaxis(rows, 0, 1)

@@ -179,21 +179,27 @@ def test_stale_pages_with_non_finite_tokens_reach_nobody():
 
 
 def packed(length=1024):
-    """Segments of several lengths a row, each from a multiple of 128 on."""
+    """Segments of several lengths a row, each from a multiple of 128 on.
+
+    Returns:
+      Positions, segments and the index of the tokens of each.
+    """
     positions, segments = (np.zeros((BATCH, length), np.int32) for _ in range(2))
+    index = np.full((BATCH, 5, 320), -1, np.int32)
     for row in range(BATCH):
         start = 0
         for i, n in enumerate([100, 128, 300, 250][: 4 - row % 2], 1):
             positions[row, start : start + n] = np.arange(n)
             segments[row, start : start + n] = i
+            index[row, i - 1, :n] = np.arange(start, start + n)
             start = -(-(start + n) // 128) * 128
-    return jnp.asarray(positions), jnp.asarray(segments)
+    return tuple(map(jnp.asarray, (positions, segments, index)))
 
 
 @PRECISIONS
 def test_packed_segments_have_the_bits_of_rows_of_their_own(precision):
     q, k, v = qkv(1024)
-    positions, segments = packed()
+    positions, segments, _ = packed()
     whole = train(q, k, v, positions, segments, precision)
     third = np.s_[:1, 256:556]  # the first row's third segment
     alone = [x[third] for x in (q, k, v)]
@@ -206,7 +212,9 @@ def test_packed_segments_have_the_bits_of_rows_of_their_own(precision):
 def test_values_and_gradients_are_close_to_those_on_the_cpu(rows, precision):
     length = 200 if rows == "short" else 1024 if rows == "packed" else 512
     q, k, v = (x[:, :, ::4] for x in qkv(length))  # 8 and 2 heads
-    positions, segments = packed() if rows == "packed" else (positions_of(q), None)
+    positions, segments, index = positions_of(q), None, None
+    if rows == "packed":
+        positions, segments, index = packed()
     d_out = qkv(length, seed=5)[0][:, :, ::4]
     if segments is not None:
         real = (segments != 0)[:, :, None, None]
@@ -214,7 +222,7 @@ def test_values_and_gradients_are_close_to_those_on_the_cpu(rows, precision):
 
     def run(q, k, v, d_out):
         def fn(q, k, v):
-            out = attention(q, k, v, positions, segments, precision)
+            out = attention(q, k, v, positions, segments, precision, index=index)
             return out if segments is None else jnp.where(real, out, 0)
 
         out, vjp = jax.vjp(fn, q, k, v)
@@ -222,7 +230,7 @@ def test_values_and_gradients_are_close_to_those_on_the_cpu(rows, precision):
 
     here = jax.device_get(jax.jit(run)(q, k, v, d_out))
     cpu = jax.devices("cpu")[0]
-    positions, segments = jax.device_put((positions, segments), cpu)
+    positions, segments, index = jax.device_put((positions, segments, index), cpu)
     if segments is not None:
         real = jax.device_put(real, cpu)
     with jax.default_device(cpu):

@@ -44,10 +44,12 @@ class Rows(NamedTuple):
     Attributes:
       positions: int32 [B, T], within the sequence.
       segments: int32 [B, T], the sequence; None if a row is one.
+      index: int32 [B, S, R], where each sequence's tokens are; None likewise.
     """
 
     positions: Int[Array, "B T"]
     segments: Int[Array, "B T"] | None
+    index: Int[Array, "B S R"] | None
 
 
 class RMSNorm(nnx.Module):
@@ -106,7 +108,15 @@ class Attention(nnx.Module):
         else:
             q, k, v = split_and_rotate(*projected)
             if cache is None:
-                out = attention(q, k, v, tokens.positions, tokens.segments, precision)
+                out = attention(
+                    q,
+                    k,
+                    v,
+                    tokens.positions,
+                    tokens.segments,
+                    precision,
+                    index=tokens.index,
+                )
             else:
                 cache = cache.store(layer, k, v, tokens)
                 out = cached_attention(q, cache, layer, tokens, precision)
@@ -214,6 +224,7 @@ class Qwen3(nnx.Module):
         precision: Precision,
         *,
         segments: Int[Array, "B T"] | None = None,
+        index: Int[Array, "B S R"] | None = None,
         cache: KVCache | None = None,
         remat: str = "none",
         gradients: PyTree[jax.Ref] | None = None,
@@ -231,6 +242,7 @@ class Qwen3(nnx.Module):
           precision: what runs in FP8.
           segments: id of each token's sequence; 0 marks padding. None: one sequence a
             row, perhaps with padding after it.
+          index: where the tokens of each segment are, see `attention.attention`.
           cache: key-value cache of the batch.
           remat: name of the rematerialisation policy: "none", "full" or "dots".
           gradients: buffers like the layers' weights. If given, the backward pass adds
@@ -244,7 +256,8 @@ class Qwen3(nnx.Module):
         embedding = self.embed.embedding.get_value()
         residual = round_to(jnp.take(embedding, tokens, axis=0), dtype)
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
-        where = Rows(positions, segments) if cache is None else cache.place(positions)
+        rows = Rows(positions, segments, index)
+        where = rows if cache is None else cache.place(positions)
         graph, stacked = nnx.split(self.layers)
 
         def layer_step(carry, xs):
