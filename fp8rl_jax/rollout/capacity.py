@@ -116,7 +116,7 @@ def plan_capacity(
     num_prompts: int,
     num_sequences: int,
 ) -> Capacity:
-    """Sizes a session.
+    """Sizes a session on the devices that hold the weights.
 
     Args:
       policy: what is sampled from.
@@ -131,7 +131,44 @@ def plan_capacity(
       ValueError: the pages do not hold one sequence of that length.
     """
     devices = jax.tree.leaves(weights)[0].devices()
-    platform = next(iter(devices)).platform
+    return size_session(
+        policy,
+        limits,
+        _free_bytes(devices),
+        next(iter(devices)).platform,
+        max_length=max_length,
+        longest_prompt=longest_prompt,
+        num_prompts=num_prompts,
+        num_sequences=num_sequences,
+    )
+
+
+def size_session(
+    policy: Policy,
+    limits: EngineLimits,
+    free_bytes: int | None,
+    platform: str,
+    *,
+    max_length: int,
+    longest_prompt: int,
+    num_prompts: int,
+    num_sequences: int,
+) -> Capacity:
+    """The arithmetic of :func:`plan_capacity`, for devices that need not be there.
+
+    Args:
+      policy: as there.
+      limits: as there.
+      free_bytes: of the fullest device beside the weights; None: not known.
+      platform: of the devices, "gpu" for those with kernels.
+      max_length: as there, and so are the rest.
+      longest_prompt: tokens.
+      num_prompts: how many there are at a time.
+      num_sequences: how many of their samples.
+
+    Raises:
+      ValueError: the pages do not hold one sequence of that length.
+    """
     shards = policy.num_shards
     max_length = limits.max_length or max_length
     page = page_size(max_length, platform)
@@ -142,9 +179,9 @@ def plan_capacity(
     if num_pages is None:
         # Admission leaves a page over for every running sequence.
         num_pages = slots * (pages_of_a_sequence + 1)
-        free = _free_bytes(devices)
-        if free is not None:
-            num_pages = min(num_pages, int(limits.memory_fraction * free) // per_page)
+        if free_bytes is not None:
+            room = int(limits.memory_fraction * free_bytes) // per_page
+            num_pages = min(num_pages, room)
     if num_pages < pages_of_a_sequence:
         raise ValueError(
             f"{num_pages} pages of {page} tokens ({per_page / 1e6:.1f} MB each) do not "

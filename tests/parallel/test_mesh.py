@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from fp8rl_jax.parallel.mesh import check_divides, make_mesh
+from fp8rl_jax.parallel.mesh import check_divides, make_abstract_mesh, make_mesh
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
 
 
@@ -43,6 +43,14 @@ def test_a_subset_of_the_devices():
 def test_sizes_that_do_not_fit(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**sizes)
+
+
+def test_a_mesh_of_devices_that_are_not_there():
+    mesh = make_abstract_mesh(data=4, fsdp=-1, tensor=2, num_devices=64)
+    assert tuple(mesh.shape.items()) == (("data", 4), ("fsdp", 8), ("tensor", 2))
+    assert mesh.axis_types == make_mesh().axis_types
+    with pytest.raises(ValueError, match="needs 4 devices and there are 64"):
+        make_abstract_mesh(data=1, fsdp=4, tensor=1, num_devices=64)
 
 
 QWEN3_8B = {"heads": 32, "kv_heads": 8, "mlp": 12288, "embed": 4096, "vocab": 151936}
