@@ -65,10 +65,36 @@ def memory_metrics() -> dict[str, int]:
     backend does not count (CPU), ``memory/host_peak_bytes`` is the process's peak
     resident set instead.
     """
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
-    if peaks:
-        return {"memory/device_peak_bytes": max(peaks)}
+    peak = _largest("peak_bytes_in_use")
+    if peak is not None:
+        return {"memory/device_peak_bytes": peak}
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"memory/host_peak_bytes": peak}
+
+
+def phase_memory(phase: str) -> dict[str, int]:
+    """Returns what a phase leaves in memory, and the peak so far; call at its end.
+
+    JAX has no peak of a phase: ``memory/<phase>_peak_bytes`` is the highest since the
+    start of the process, by the end of this phase. In a step where it exceeds the value
+    of the phase before, it is this phase's own. ``memory/<phase>_bytes_in_use`` counts
+    the arrays that are alive at the end; buffers of the phase's programs, and pages,
+    are gone by then. Both are the largest of this process's devices.
+
+    Args:
+      phase: a name as of `Timer.phase`.
+
+    Returns:
+      The two, in bytes; nothing where the backend does not count (CPU).
+    """
+    in_use, peak = _largest("bytes_in_use"), _largest("peak_bytes_in_use")
+    if in_use is None or peak is None:
+        return {}
+    return {f"memory/{phase}_bytes_in_use": in_use, f"memory/{phase}_peak_bytes": peak}
+
+
+def _largest(name: str) -> int | None:
+    """Of a statistic of this process's devices; None if none has it."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max((s[name] for s in stats if s and name in s), default=None)

@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from fp8rl_jax.timing import Timer, memory_metrics
+from fp8rl_jax.timing import Timer, memory_metrics, phase_memory
 
 
 class Clock:
@@ -53,3 +53,15 @@ def test_device_memory_is_the_largest(monkeypatch):
     devices = [Device({"peak_bytes_in_use": n}) for n in (3, 9, 5)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     assert memory_metrics() == {"memory/device_peak_bytes": 9}
+
+
+def test_a_phase_reports_what_is_in_use_and_the_peak_so_far(monkeypatch):
+    assert phase_memory("generation") == {}  # a CPU does not count
+    devices = [
+        Device({"bytes_in_use": n, "peak_bytes_in_use": 20 - n}) for n in (3, 9, 5)
+    ]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert phase_memory("generation") == {
+        "memory/generation_bytes_in_use": 9,
+        "memory/generation_peak_bytes": 17,
+    }
