@@ -7,7 +7,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, PyTree
 from ml_collections import ConfigDict
 
@@ -71,6 +71,23 @@ class ModelSetup:
     recipe: Recipe
     mesh: Mesh
     tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSetup:
+    """What it takes to train a model, before there is a tokenizer or a task.
+
+    Attributes:
+      model: shape of the model.
+      recipe: what runs in FP8.
+      algorithm: advantages and loss.
+      learner: over the model's whole vocabulary.
+    """
+
+    model: Qwen3Config
+    recipe: Recipe
+    algorithm: Algorithm
+    learner: Learner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +194,31 @@ def build_model(config: ConfigDict) -> ModelSetup:
     check_tokenizer(tokenizer, model.vocab_size)
     _check_model_divides(model, mesh)
     return ModelSetup(model, recipe, mesh, tokenizer)
+
+
+def build_training(config: ConfigDict, mesh: Mesh | AbstractMesh) -> TrainingSetup:
+    """Builds and checks what sizes depend on, for devices that need not be there.
+
+    Raises:
+      ValueError: as of `build`.
+    """
+    algorithm = _algorithm(config)
+    model, recipe = _model_config(config), get_recipe(config.recipe)
+    _check_model_divides(model, mesh)
+    _check_ranges(config)
+    _check_batch(config)
+    _check_lengths(config, model)
+    _check_batches_divide(config, mesh)
+    learner = Learner(
+        model,
+        recipe,
+        OptimizerConfig(**config.optimizer),
+        functools.partial(policy_loss, config=algorithm.loss),
+        vocab_size=model.vocab_size,
+        remat=config.train.remat,
+        mesh=mesh,
+    )
+    return TrainingSetup(model, recipe, algorithm, learner)
 
 
 def build(config: ConfigDict) -> Experiment:

@@ -27,9 +27,10 @@ from fp8rl_jax.parallel.start import is_primary
 from fp8rl_jax.preemption import PreemptionGuard
 from fp8rl_jax.resume import check_config_compatible
 from fp8rl_jax.rollout import Prompts, SamplingParams
+from fp8rl_jax.sizing import check_memory
 from fp8rl_jax.step_metrics import combine_updates, step_metrics, with_throughput
 from fp8rl_jax.tasks.pool import GradingPool
-from fp8rl_jax.timing import Timer, memory_metrics
+from fp8rl_jax.timing import Timer, memory_metrics, phase_memory
 from fp8rl_jax.validation import grade_rollouts, validate
 from fp8rl_jax.warm_start import warm_start
 
@@ -78,6 +79,7 @@ def train(config: ConfigDict) -> Result:
     if not config.run_dir:
         raise ValueError("run_dir is empty: give a folder, --config.run_dir=DIR.")
     experiment = build(config)
+    check_memory(config, experiment.mesh)
     with (
         jax.set_mesh(experiment.mesh),
         PreemptionGuard() as guard,
@@ -280,7 +282,7 @@ class _Run:
                 rollouts = e.engine.generate(
                     weights, _prompts_of(batch, group), e.sampling, (c.seed, step)
                 )
-                sampled = e.engine.metrics
+                sampled = e.engine.metrics | phase_memory("generation")
                 del weights
             if not np.isfinite(rollouts.log_probs).all():
                 raise FloatingPointError(
@@ -309,6 +311,7 @@ class _Run:
                     del frozen
                 if reference is not None:
                     reference_log_probs = self._score(reference, tokens, mask)
+                sampled |= phase_memory("policy_and_reference_logprobs")
             with timer.phase("advantage_calculation"):
                 penalized = jnp.asarray(rewards)
                 if reference is not None and e.algorithm.loss.kl_placement == "reward":
@@ -332,6 +335,7 @@ class _Run:
                 state, codes, updates = self._updates(
                     state, codes, tokens, inputs, step
                 )
+                updates |= phase_memory("policy_training")
         metrics = step_metrics(batch, rollouts, grades, rewards, advantages)
         metrics |= updates | memory_metrics() | sampled
         metrics |= with_throughput(timer.collect(), metrics, jax.device_count())
