@@ -6,6 +6,7 @@ has the metric, the name is NeMo RL's.
 """
 
 import json
+import logging
 import math
 import re
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+_log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[\w.@-]+(/[\w.@-]+)*")
 _RESERVED = ("phase", "step", "time")
@@ -35,7 +38,8 @@ class JsonlSink:
 
     Every line has ``phase``, ``step`` and ``time`` (seconds since the epoch) beside
     its metrics. Values that JSON has no number for are the strings ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``; `read_metrics` turns them back.
+    ``"Infinity"`` and ``"-Infinity"``; `read_metrics` turns them back. A line that
+    cannot be written, as on a full disk, is a warning and is written with the next.
 
     Args:
       path: The file; lines of earlier phases stay.
@@ -55,22 +59,33 @@ class JsonlSink:
         path.touch()
         with path.open("r+b") as file:
             file.truncate(_resume_offset(path, phase, resume_step))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one line and flushes it."""
+        """Appends one line."""
         line = {"phase": self._phase, "step": step, "time": round(time.time(), 3)}
         line |= {name: _json_value(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._pending += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._write_pending()
 
     def close(self) -> None:
         """Closes the file."""
+        self._write_pending()
         self._file.close()
+
+    def _write_pending(self) -> None:
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            _log.warning("metrics wait to be written to %s: %s", self._file.name, error)
 
 
 class TensorBoardSink:
     """Writes scalars for TensorBoard, each phase a run of its own.
+
+    If they cannot be written, as on a full disk, it warns and writes no more.
 
     Args:
       directory: TensorBoard's log directory.
@@ -85,18 +100,34 @@ class TensorBoardSink:
         from tensorboardX import SummaryWriter
 
         purge_step = 0 if resume_step is None else resume_step + 1
+        # tensorboardX's thread ends at its first error. A queue with an end would then
+        # block the run for ever.
         self._writer = SummaryWriter(
-            str(Path(directory) / phase), purge_step=purge_step
+            str(Path(directory) / phase), purge_step=purge_step, max_queue=0
         )
+        self._thread = self._writer.file_writer.event_writer._worker
+        self._warned = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one scalar per metric."""
+        if not self._works():
+            return
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flushes and closes the event file."""
-        self._writer.close()
+        if self._works():
+            self._writer.close()
+
+    def _works(self) -> bool:
+        if not self._thread.is_alive() and not self._warned:
+            self._warned = True
+            _log.warning(
+                "TensorBoard's files cannot be written (is the disk full?); "
+                "metrics.jsonl goes on"
+            )
+        return not self._warned
 
 
 class MetricWriter:

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 
@@ -6,7 +7,13 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from fp8rl_jax.metrics import MetricWriter, open_metrics, read_metrics
+from fp8rl_jax.metrics import (
+    JsonlSink,
+    MetricWriter,
+    TensorBoardSink,
+    open_metrics,
+    read_metrics,
+)
 
 
 def write_steps(run_dir, steps, phase="grpo", resume_step=None, value=0.0):
@@ -169,3 +176,52 @@ def test_tensorboard_has_the_same_scalars(tmp_path):
         (2, "train/reward", 0.75),
     ]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+class FullDisk:
+    """A raw file of which the disk takes some bytes at a time, or none."""
+
+    def __init__(self, file):
+        self._file = file
+        self.name = file.name
+        self.room = 0
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(data[: self.room])
+
+    def close(self):
+        self._file.close()
+
+
+def test_lines_wait_for_a_full_disk(tmp_path, caplog):
+    sink = JsonlSink(tmp_path / "metrics.jsonl", "grpo")
+    sink._file = disk = FullDisk(sink._file)
+    sink.write(1, {"loss": 1.0})
+    sink.write(2, {"loss": 2.0})
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * 2
+    assert "No space left" in caplog.text
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    disk.room = 7
+    sink.write(3, {"loss": 3.0})
+    sink.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(x["step"], x["loss"]) for x in lines] == [(1, 1), (2, 2), (3, 3)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_on_a_full_disk_does_not_block(tmp_path, caplog):
+    sink = TensorBoardSink(tmp_path, "grpo")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink._thread._record_writer.write_event = fail
+    for step in range(3):
+        sink.write(step, {f"m{i}": 0.0 for i in range(30)})
+    sink._thread.join(timeout=60)
+    sink.write(3, {"loss": 1.0})
+    sink.write(4, {"loss": 1.0})
+    sink.close()
+    assert len(caplog.records) == 1 and "disk full" in caplog.text
