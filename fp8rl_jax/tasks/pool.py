@@ -24,6 +24,7 @@ from fp8rl_jax.tasks.base import Example, Grade, Task
 from fp8rl_jax.tasks.worker import failed
 
 _STARTUP_TIMEOUT_S = 120.0
+_MAX_FAILED_STARTS = 3
 _MAX_CHUNK = 16
 
 Sample = tuple[Example, str, Sequence[int]]
@@ -73,6 +74,7 @@ class GradingPool:
             self._memory_limit = int(memory_limit_gib * 2**30)
         self.num_failures = 0
         self._closed = False
+        self._failed_starts = 0
         self._workers = [self._start() for _ in range(num_workers)]
 
     def __enter__(self) -> "GradingPool":
@@ -98,7 +100,8 @@ class GradingPool:
           One grade a sample, in the order of the samples.
 
         Raises:
-          RuntimeError: The grader cannot be loaded in a worker, or the pool is closed.
+          RuntimeError: The grader cannot be loaded in a worker, workers end before
+            they have started, three in a row, or the pool is closed.
         """
         if self._closed:
             raise RuntimeError("the grading pool is closed")
@@ -139,12 +142,16 @@ class GradingPool:
                 else:
                     continue
                 if not worker.ready:
-                    raise RuntimeError(
-                        "a grading process did not start: its messages are on stderr"
-                    )
-                grades[worker.pending.popleft()] = failed(failure)
-                if worker.pending:
-                    chunks.appendleft(worker.pending)
+                    self._failed_starts += 1
+                    if self._failed_starts == _MAX_FAILED_STARTS:
+                        raise RuntimeError(
+                            "grading processes do not start: their messages are on "
+                            "stderr"
+                        )
+                else:
+                    grades[worker.pending.popleft()] = failed(failure)
+                    if worker.pending:
+                        chunks.appendleft(worker.pending)
                 self._replace(i)
         return [grades[i] for i in range(len(samples))]
 
@@ -168,6 +175,7 @@ class GradingPool:
             worker.deadline = time.monotonic() + self._timeout_s
         elif message is None:
             worker.ready = True
+            self._failed_starts = 0
         else:
             raise RuntimeError(f"a grading process cannot load the grader:\n{message}")
 
@@ -226,5 +234,6 @@ def _start_worker(grader: bytes, memory_limit: int) -> _Worker:
         start_new_session=True,
     )
     theirs.close()
-    ours.send_bytes(grader)
+    with contextlib.suppress(OSError):  # Already dead: reading will tell.
+        ours.send_bytes(grader)
     return _Worker(process, ours, time.monotonic() + _STARTUP_TIMEOUT_S)

@@ -3,6 +3,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -84,6 +85,34 @@ def test_failures_in_many_chunks(misbehaving):
     expected = [0 if i % 20 == 7 else i for i in range(100)]
     assert [g.reward for g in grades] == expected
     assert pool.num_failures == 5
+
+
+def test_a_worker_killed_from_outside_costs_the_sample_it_was_at(misbehaving):
+    """As the kernel does when memory runs out. Starting or idle it was at none."""
+    with GradingPool(misbehaving.MisbehavingTask(), 1, timeout_s=60.0) as pool:
+
+        def kill():
+            pool._workers[0].process.kill()
+
+        for _ in range(2):
+            kill()
+            pool._workers[0].process.wait()
+            assert [g.reward for g in pool.grade(samples(misbehaving, *"12"))] == [1, 2]
+        killer = threading.Timer(0.5, kill)
+        killer.start()
+        grades = pool.grade(samples(misbehaving, "1", "hang", *"345"))
+    assert [g.reward for g in grades] == [1, 0, 3, 4, 5]
+    assert "ended its process" in grades[1].failure
+    assert pool.num_failures == 1
+
+
+def test_workers_that_never_start_are_an_error(misbehaving, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with (
+        GradingPool(misbehaving.MisbehavingTask(), 1, timeout_s=60.0) as pool,
+        pytest.raises(RuntimeError, match="do not start"),
+    ):
+        pool.grade(samples(misbehaving, "1"))
 
 
 def test_timeout_is_per_sample(misbehaving):
