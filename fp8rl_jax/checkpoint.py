@@ -3,13 +3,16 @@
 One checkpoint is a directory named after its step with two items: ``state``, a tree
 of arrays, and ``meta``, JSON (data position, configuration, seeds, metrics). Orbax
 writes it under a temporary name and renames it when complete, so a run killed while
-saving leaves nothing that could be mistaken for a checkpoint.
+saving leaves nothing that could be mistaken for a checkpoint. A save that fails leaves
+the earlier checkpoints as they were, and the next one starts clean.
 """
 
 import contextlib
 import json
 import logging
 import math
+import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 _log = logging.getLogger(__name__)
+
+# Of the arrays' bytes: file headers, indices and metadata.
+_SPACE_MARGIN = 1.05
+# Waiting longer than this for the previous save is worth a line.
+_SLOW_SAVE_S = 5.0
 
 
 class CheckpointError(ValueError):
@@ -63,6 +72,7 @@ class Checkpointer:
             raise ValueError(f"keep={keep}: keep at least the latest checkpoint")
         self.directory = Path(directory).absolute()
         self.best_metric = best_metric
+        self._keep = keep
         self._read_only = read_only
         kept = [policies.LatestN(keep)]
         if best_metric is not None:
@@ -74,13 +84,12 @@ class Checkpointer:
                     keep_checkpoints_without_metrics=False,
                 )
             )
-        options = ocp.CheckpointManagerOptions(
+        self._options = ocp.CheckpointManagerOptions(
             best_fn=None if best_metric is None else _value,
             best_mode=best_mode,
             preservation_policy=policies.AnyPreservationPolicy(kept),
             read_only=read_only,
             create=not read_only,
-            cleanup_tmp_directories=not read_only,
             save_interval_steps=0 if read_only else 1,
         )
         if read_only and not self.directory.is_dir():
@@ -91,16 +100,53 @@ class Checkpointer:
             raise CheckpointError(
                 f"cannot use {self.directory} for checkpoints: {error}"
             ) from error
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Removes unfinished saves; returns Orbax's manager of what stands."""
         for unfinished in self.directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
             _log.warning("%s is an unfinished save and is not used", unfinished)
-        self._manager = ocp.CheckpointManager(
+            # Not left to Orbax, which does it later, when `check_space` has looked.
+            if not self._read_only and jax.process_index() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        return ocp.CheckpointManager(
             self.directory,
-            options=options,
+            options=self._options,
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
                 "meta": ocp.JsonCheckpointHandler(),
             },
         )
+
+    def check_space(self, state: PyTree, num_saves: int = 1) -> None:
+        """Checks that the checkpoints to come fit on the disk.
+
+        A checkpoint is written before the one it replaces is deleted, so one more than
+        are kept stand at a time.
+
+        Args:
+          state: Tree of arrays or `jax.ShapeDtypeStruct`s, as `save` will get it. All
+            of it is counted, whichever process writes a part: they share the disk.
+          num_saves: How many saves are to come.
+
+        Raises:
+          CheckpointError: if they do not fit.
+        """
+        at_once = self._keep + (self.best_metric is not None) + 1
+        count = min(num_saves, max(at_once - len(self.all_steps()), 1))
+        leaves = jax.tree.leaves(state)
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+        needed = int(count * size * _SPACE_MARGIN)
+        free = shutil.disk_usage(self.directory).free
+        fits = needed <= free
+        if jax.process_count() > 1:  # All must decide alike, or the others would wait.
+            fits = bool(multihost_utils.broadcast_one_to_all(np.array(fits)))
+        if not fits:
+            raise CheckpointError(
+                f"{count} more checkpoint{'s' * (count > 1)} in {self.directory} need "
+                f"{_gigabytes(needed)} and {_gigabytes(free)} are free: make room, "
+                "lower checkpoint.keep or give another run_dir"
+            )
 
     def save(
         self,
@@ -111,7 +157,9 @@ class Checkpointer:
     ) -> None:
         """Starts saving; returns once the arrays are copied off the devices.
 
-        The state's buffers may be donated afterwards. Waits for a previous save.
+        The state's buffers may be donated afterwards. Waits for a previous save, and
+        says so if that takes long. If the previous one failed, this one takes its
+        place: the failure is a warning here.
 
         Args:
           step: Number of completed steps, larger than that of any checkpoint here.
@@ -121,10 +169,24 @@ class Checkpointer:
 
         Raises:
           CheckpointError: if `meta` is not JSON, the step is not new, the directory
-            is read only, or this or the previous save could not be written.
+            is read only, or the checkpoint does not fit on the disk or cannot be
+            written. The earlier ones stand, and a later step can be saved.
         """
         if self._read_only:
             raise CheckpointError(f"{self.directory} is open for reading only")
+        start = time.monotonic()
+        try:
+            self.wait()
+        except CheckpointError as error:
+            _log.warning("%s", error)
+        waited = time.monotonic() - start
+        if waited > _SLOW_SAVE_S:
+            _log.warning(
+                "saving step %d waited %.0f s for the checkpoint before it: the "
+                "storage is slow; raise checkpoint.period",
+                step,
+                waited,
+            )
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise CheckpointError(
@@ -143,6 +205,7 @@ class Checkpointer:
                 step,
                 self.best_metric,
             )
+        self.check_space(state)
         with self._writing():
             self._manager.save(
                 step,
@@ -231,15 +294,26 @@ class Checkpointer:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the save in progress and frees the threads."""
-        with self._writing():
+        """Waits for the save in progress and frees the threads.
+
+        Raises:
+          CheckpointError: if it could not be written.
+        """
+        try:
+            self.wait()
+        finally:
             self._manager.close()
 
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            _log.warning("%s", error)  # What ended the context matters more.
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -249,10 +323,20 @@ class Checkpointer:
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:  # From Orbax's threads, of any type.
+            # Orbax has already taken those to be deleted off its list, and keeps what
+            # it had written on a disk that may be full: begin anew.
+            with contextlib.suppress(Exception):
+                self._manager.close()
+            with contextlib.suppress(Exception):  # Tried again after the next save.
+                self._manager = self._open()
             raise CheckpointError(
                 f"could not write a checkpoint in {self.directory} (is the disk "
                 f"full?); the earlier ones are untouched: {error}"
             ) from error
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.3g} GB ({count:,} bytes)"
 
 
 def _value(metrics: Mapping[str, float]) -> float:

@@ -1,4 +1,7 @@
+import asyncio
+import collections
 import dataclasses
+import errno
 import os
 import resource
 import shutil
@@ -13,7 +16,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.path import atomicity
 
+from fp8rl_jax import checkpoint
 from fp8rl_jax.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -295,6 +300,119 @@ def test_a_full_disk_is_reported_and_spares_the_earlier_checkpoint(tmp_path):
         assert reopened.all_steps() == [1]
         restored, _ = reopened.restore(abstract(small))
     assert leaf_bytes(restored) == leaf_bytes(small)
+
+
+@pytest.fixture
+def storage(monkeypatch):
+    """Storage to break: what to do, in Orbax's thread, to complete a step's folder."""
+    hooks = {}
+    finalize = atomicity.AtomicRenameTemporaryPath.finalize
+
+    async def hooked(self):
+        if hook := hooks.get(self.get_final().name):
+            await hook()
+        return await finalize(self)
+
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", hooked)
+    return hooks
+
+
+async def disk_full():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_after_a_failed_save_the_next_one_is_as_if_it_had_not_been(
+    tmp_path, storage, caplog
+):
+    """What was to be replaced still counts, and nothing of the failed save stays."""
+    storage["3"] = storage["5"] = disk_full
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"x": jnp.float32(step)}, {})
+        with pytest.raises(CheckpointError, match=r"disk full.*No space left"):
+            checkpointer.wait()
+        assert checkpointer.all_steps() == [2]
+        assert [p.name for p in tmp_path.iterdir()] == ["2"]
+        checkpointer.save(4, {"x": jnp.float32(4)}, {})
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [4]
+        caplog.clear()
+        checkpointer.save(5, {"x": jnp.float32(5)}, {})
+        checkpointer.save(6, {"x": jnp.float32(6)}, {})  # takes the place of 5
+        assert "could not write a checkpoint" in caplog.text
+        restored, _ = checkpointer.restore(abstract({"x": jnp.float32(0)}))
+        assert float(restored["x"]) == 6.0
+    assert [p.name for p in tmp_path.iterdir()] == ["6"]
+
+
+def test_the_error_that_ends_the_context_is_not_hidden(tmp_path, storage, caplog):
+    storage["1"] = disk_full
+    with pytest.raises(KeyError), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": jnp.float32(1)}, {})
+        raise KeyError
+    assert "could not write a checkpoint" in caplog.text
+    with pytest.raises(CheckpointError), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": jnp.float32(1)}, {})
+
+
+def test_waiting_for_slow_storage_is_said(tmp_path, storage, caplog, monkeypatch):
+    async def slow():
+        await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(checkpoint, "_SLOW_SAVE_S", 0.2)
+    storage["1"] = slow
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": jnp.float32(1)}, {})
+        checkpointer.save(2, {"x": jnp.float32(2)}, {})
+    assert "saving step 2 waited" in caplog.text
+    assert "saving step 1 waited" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "num_saves", "count"),
+    [(0, 1, 1), (0, 3, 3), (0, 9, 4), (1, 9, 3), (3, 9, 1), (3, 0, 0)],
+)
+def test_the_disk_must_hold_the_checkpoints_to_come(
+    tmp_path, monkeypatch, saved, num_saves, count
+):
+    """Two newest, the best, and one being written: four at a time."""
+    state = {"x": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+    usage = collections.namedtuple("usage", "free")
+    with Checkpointer(tmp_path, keep=2, best_metric="accuracy") as checkpointer:
+        for step in range(saved):
+            metrics = {"accuracy": 1.0 - step}
+            checkpointer.save(step, {"x": jnp.float32(0)}, {}, metrics)
+        checkpointer.wait()
+        needed = round(count * 4e6 * 1.05)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed))
+        checkpointer.check_space(state, num_saves)
+        if not count:
+            return
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed - 1))
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.check_space(state, num_saves)
+    for part in (
+        f"{count} more checkpoint",
+        f"({needed:,} bytes) and",
+        f"({needed - 1:,} bytes) are free",
+        "lower checkpoint.keep or give another run_dir",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_save_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, make_state(), {})
+        checkpointer.wait()
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _: collections.namedtuple("u", "free")(100)
+        )
+        with pytest.raises(CheckpointError, match=r"1 more checkpoint .*\(100 bytes"):
+            checkpointer.save(2, make_state(), {})
+        monkeypatch.undo()
+        checkpointer.save(3, make_state(), {})
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [1, 3]
 
 
 def test_a_file_in_place_of_the_directory(tmp_path):
