@@ -21,6 +21,7 @@ from fp8rl_jax.config import base_config
 def get_config():
     c = base_config()
     c.run_dir = "runs/qwen3_0p6b_gsm8k"
+    c.compilation_cache = "runs/compilation_cache"
     c.task.name = "gsm8k"
     c.task.max_prompt_length = 256
     c.sampling.max_new_tokens = 512

@@ -31,6 +31,7 @@ from fp8rl_jax.config import base_config
 def get_config():
     c = base_config()
     c.run_dir = "runs/qwen3_8b"
+    c.compilation_cache = "runs/compilation_cache"
     c.model.size = "8b"
     c.task.name = "gsm8k"
     c.task.prompt_format = "plain"  # a base model: it ends a text, not a turn

@@ -15,6 +15,7 @@ def base_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 42
     c.run_dir = ""  # checkpoints, metrics and curves; a run found there is resumed
+    c.compilation_cache = ""  # folder of compiled programs; "": JAX's own setting
     c.recipe = "fp8"  # bf16 | fp8_rollout_linear | fp8_rollout | fp8
 
     c.model = ConfigDict()

@@ -46,10 +46,12 @@ def main(argv: list[str]) -> None:
         sys.exit(f"Unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.ERROR)  # Orbax warns that a run is read only.
     # Imports JAX: not before the flags are right.
+    from fp8rl_jax.compilation_cache import use_compilation_cache
     from fp8rl_jax.generation import Options, generate
 
     try:
         options = Options(**{flag.name: flag.value for flag in _OPTIONS})
+        use_compilation_cache(_CONFIG.value.compilation_cache)
         finished = generate(_CONFIG.value, options)
     except (ValueError, OSError, FloatingPointError) as error:
         logging.debug("", exc_info=True)

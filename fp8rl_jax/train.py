@@ -22,11 +22,14 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"Unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)
-    from fp8rl_jax.loop import train  # Imports JAX: not before the flags are right.
+    # Imports JAX: not before the flags are right.
+    from fp8rl_jax.compilation_cache import use_compilation_cache
+    from fp8rl_jax.loop import train
     from fp8rl_jax.parallel.start import initialize_distributed
 
     initialize_distributed()
     try:
+        use_compilation_cache(_CONFIG.value.compilation_cache)
         train(_CONFIG.value)
     except (ValueError, FloatingPointError) as error:
         logging.debug("", exc_info=True)
