@@ -80,6 +80,7 @@ def base_config() -> ConfigDict:
     c.train.micro_batch_size = 32  # rows per forward and backward, over all devices
     c.train.tokens_per_micro_batch = 0  # of a device, packed; 0: rows as above
     c.train.remat = "full"  # none | full | dots
+    c.train.max_skipped_updates = 3  # steps in a row with one not finite: then stop
 
     c.optimizer = ConfigDict()  # AdamW on float32 masters
     c.optimizer.learning_rate = 1e-6

@@ -45,6 +45,7 @@ _COUNTS = (
     "grpo.num_epochs",
     "grpo.num_mini_batches",
     "train.micro_batch_size",
+    "train.max_skipped_updates",
     "validation.max_prompts",
     "validation.batch_size",
     "validation.num_samples",

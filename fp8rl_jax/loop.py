@@ -1,6 +1,7 @@
 """The GRPO loop: prompts -> rollouts -> rewards -> advantages -> update -> report."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, PyTree
 from ml_collections import ConfigDict
 
-from fp8rl_jax.checkpoint import Checkpointer, all_finite
+from fp8rl_jax.checkpoint import Checkpointer, CheckpointError, all_finite
 from fp8rl_jax.console import Reporter, Sample, print_table
 from fp8rl_jax.data.batching import place_on_targets, token_rows
 from fp8rl_jax.data.prompts import PromptBatch, PromptIterator
@@ -23,16 +24,19 @@ from fp8rl_jax.grpo import (
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.learning_curve import plot_learning_curve
 from fp8rl_jax.metrics import open_metrics
+from fp8rl_jax.non_finite import SkippedUpdates
 from fp8rl_jax.parallel.start import is_primary
 from fp8rl_jax.preemption import PreemptionGuard
 from fp8rl_jax.resume import check_config_compatible
-from fp8rl_jax.rollout import Prompts, SamplingParams
+from fp8rl_jax.rollout import Prompts, Rollouts, SamplingParams
 from fp8rl_jax.sizing import check_memory
 from fp8rl_jax.step_metrics import combine_updates, step_metrics, with_throughput
 from fp8rl_jax.tasks.pool import GradingPool
 from fp8rl_jax.timing import Timer, memory_metrics, phase_memory
 from fp8rl_jax.validation import grade_rollouts, validate
 from fp8rl_jax.warm_start import warm_start
+
+_log = logging.getLogger(__name__)
 
 # A resumed run must agree with its checkpoint on these. Files may have moved: the
 # prompts themselves are compared.
@@ -72,9 +76,11 @@ def train(config: ConfigDict) -> Result:
     """Runs, or resumes, a whole experiment.
 
     Raises:
-      ValueError: the configuration, data, checkpoint or mesh cannot work; nothing has
-        been compiled by then.
-      FloatingPointError: a loss or gradient was not finite; the last checkpoint stands.
+      ValueError: the configuration, data, checkpoint, disk or mesh cannot work;
+        nothing has been compiled by then.
+      CheckpointError: the first or the last state could not be saved.
+      FloatingPointError: ``train.max_skipped_updates`` steps in a row had a loss,
+        gradient or sampled log-prob that is not finite; the state is saved.
     """
     if not config.run_dir:
         raise ValueError("run_dir is empty: give a folder, --config.run_dir=DIR.")
@@ -113,6 +119,11 @@ class _Run:
         self._guard = guard
         self._run_dir = Path(self._config.run_dir)
         self._timer = Timer()
+        self._skipped = SkippedUpdates(
+            self._run_dir / "non_finite",
+            self._config.train.max_skipped_updates,
+            writes=is_primary(),
+        )
         self._prompts = PromptIterator(
             experiment.train_prompts,
             self._config.grpo.num_prompts_per_step,
@@ -133,6 +144,9 @@ class _Run:
         """Starts or resumes, trains to the last step, reports."""
         self._describe()
         resumed = self._checkpointer.latest_step()
+        self._checkpointer.check_space(
+            self._abstract_arrays(), self._saves_to_come(resumed)
+        )
         if resumed is None:
             started = self._start()
             if started is None:
@@ -160,7 +174,11 @@ class _Run:
                     writer.write(0, metrics)
                 self._save(state, reference, 0, metrics)
             first = step
-            while step < total and not self._guard.should_stop():
+            while (
+                step < total
+                and not self._skipped.too_many()
+                and not self._guard.should_stop()
+            ):
                 state, codes, metrics, samples = self._step(
                     state, codes, reference, step
                 )
@@ -174,11 +192,22 @@ class _Run:
                 if self._due(self._config.logging.samples_period, step):
                     reporter.samples(samples)
                 if self._due(self._config.checkpoint.period, step) or step == total:
-                    self._save(state, reference, step, metrics)
+                    self._try(self._save, state, reference, step, metrics)
+            self._try(self._checkpointer.wait)
             if self._checkpointer.latest_step() != step:
                 self._save(state, reference, step, {})
         self._checkpointer.wait()
+        if self._skipped.too_many():
+            raise self._skipped.error(step)
         return self._finish(step)
+
+    @staticmethod
+    def _try(save, *arguments) -> None:
+        """A failed save does not end the run: the next one may succeed."""
+        try:
+            save(*arguments)
+        except CheckpointError as error:
+            _log.warning("%s. The run goes on and tries again at the next save.", error)
 
     def _describe(self) -> None:
         e, c = self._experiment, self._config
@@ -233,7 +262,17 @@ class _Run:
             reference = self._learner.frozen_weights(state.params, codes)
         return state, reference
 
-    def _resume(self) -> tuple[TrainState, PyTree | None]:
+    def _saves_to_come(self, resumed: int | None) -> int:
+        """The first, one each period and the last; SIGTERM may make one more."""
+        period, total = self._config.checkpoint.period, self._config.grpo.num_steps
+        start = resumed or 0
+        if start >= total:
+            return 0
+        later = -(-total // period) - start // period if period else 1
+        return later + (resumed is None)
+
+    def _abstract_arrays(self) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of what a checkpoint holds."""
         abstract: dict[str, Any] = {"train": self._learner.abstract_state()}
         if self._needs_reference:
             params = abstract["train"].params
@@ -246,10 +285,14 @@ class _Run:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
                 shapes,
             )
-        restored, meta = self._checkpointer.restore(abstract)
+        return abstract
+
+    def _resume(self) -> tuple[TrainState, PyTree | None]:
+        restored, meta = self._checkpointer.restore(self._abstract_arrays())
         check_config_compatible(meta["config"], self._config.to_dict(), _FIXED)
         self._prompts.set_state(meta["prompts"])
         self._accuracy = dict(meta["accuracy"])
+        self._skipped.total = meta.get("skipped_updates", 0)
         return restored["train"], restored.get("reference")
 
     def _save(self, state, reference, step: int, metrics: dict[str, float]) -> None:
@@ -265,6 +308,7 @@ class _Run:
             "config": self._config.to_dict(),
             "prompts": self._prompts.get_state(),
             "accuracy": self._accuracy,
+            "skipped_updates": self._skipped.total,
         }
         with self._timer.phase("checkpointing"):
             self._checkpointer.save(step, arrays, meta, metrics)
@@ -284,11 +328,9 @@ class _Run:
                 )
                 sampled = e.engine.metrics | phase_memory("generation")
                 del weights
-            if not np.isfinite(rollouts.log_probs).all():
-                raise FloatingPointError(
-                    f"The sampler's log-probs of step {step + 1} are not finite; the "
-                    "last checkpoint stands."
-                )
+        if not np.isfinite(rollouts.log_probs).all():
+            return state, codes, self._skip_update(step, batch, rollouts), []
+        with timer.phase("total_step_time"):
             with timer.phase("reward_calculation"):
                 examples = [x for x in batch.examples for _ in range(group)]
                 grades, texts = grade_rollouts(
@@ -335,9 +377,26 @@ class _Run:
                 state, codes, updates = self._updates(
                     state, codes, tokens, inputs, step
                 )
-                updates |= phase_memory("policy_training")
+                sampled |= phase_memory("policy_training")
         metrics = step_metrics(batch, rollouts, grades, rewards, advantages)
-        metrics |= updates | memory_metrics() | sampled
+        metrics |= combine_updates(updates) | memory_metrics() | sampled
+        if count := sum(not u["finite"] for u in updates):
+            self._skipped.skipped(
+                step + 1,
+                count,
+                f"loss {metrics['train/loss']}, gradient norm "
+                f"{metrics['train/grad_norm']}",
+                tokens._asdict()
+                | inputs._asdict()
+                | {
+                    "rewards": rewards.reshape(-1),
+                    "prompts": [e.tokenizer.decode(p) for p in prompts],
+                },
+                [{k: float(v) for k, v in u.items()} for u in updates],
+            )
+        else:
+            self._skipped.applied()
+        metrics["train/skipped_updates"] = self._skipped.total
         metrics |= with_throughput(timer.collect(), metrics, jax.device_count())
         shown = [
             Sample(e.tokenizer.decode(prompts[i]), texts[i], float(rewards.flat[i]))
@@ -355,7 +414,7 @@ class _Run:
         """Every optimiser step that one rollout batch serves."""
         c, learner = self._config, self._learner
         num_rows = len(inputs.mask)
-        results, token_shares = [], []
+        results = []
         for epoch in range(c.grpo.num_epochs):
             order = np.arange(num_rows)
             if c.grpo.num_mini_batches > 1:
@@ -368,17 +427,35 @@ class _Run:
                 count = np.int32(layout.num_micro_batches)
                 result = learner.update(state, codes, *arrays, count)
                 state, codes = result.state, result.codes
-                token_shares.append(layout.token_share)
-                results.append(result.metrics)
-        metrics = combine_updates(jax.device_get(results))
-        metrics["train/padding_rate"] = 1.0 - float(np.mean(token_shares))
-        if not metrics["train/finite"]:
-            raise FloatingPointError(
-                f"The loss or gradient of step {step + 1} is not finite "
-                f"(loss {metrics['train/loss']}, norm {metrics['train/grad_norm']}); "
-                "the last checkpoint stands."
-            )
-        return state, codes, metrics
+                padding = np.float32(1.0 - layout.token_share)
+                results.append(result.metrics | {"padding_rate": padding})
+        return state, codes, jax.device_get(results)
+
+    def _skip_update(
+        self, step: int, batch: PromptBatch, rollouts: Rollouts
+    ) -> dict[str, float]:
+        """Ends a step whose sampled log-probs are not finite; returns its metrics."""
+        e, g = self._experiment, self._config.grpo
+        group = g.num_generations_per_prompt
+        prompts = [p for p in batch.tokens for _ in range(group)]
+        tokens, mask = token_rows(prompts, rollouts.completions())
+        metrics = self._timer.collect() | memory_metrics() | e.engine.metrics
+        self._skipped.skipped(
+            step + 1,
+            g.num_epochs * g.num_mini_batches,
+            "sampled log-probs",
+            tokens._asdict()
+            | {
+                "mask": mask,
+                "rollout_log_probs": place_on_targets(rollouts.log_probs, mask),
+                "prompts": [e.tokenizer.decode(p) for p in prompts],
+            },
+            metrics,
+        )
+        return metrics | {
+            "train/finite": 0.0,
+            "train/skipped_updates": self._skipped.total,
+        }
 
     def _validation_sampling(self, temperature: float, num_samples: int, **truncation):
         return dataclasses.replace(

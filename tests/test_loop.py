@@ -1,10 +1,13 @@
 """Whole runs of a one-layer model: what they write, and how they stop and resume."""
 
+import collections
 import dataclasses
+import errno
 import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +15,14 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from orbax.checkpoint._src.path import atomicity
 
 from fp8rl_jax import experiment, loop
+from fp8rl_jax.checkpoint import Checkpointer, CheckpointError
 from fp8rl_jax.loop import train
 from fp8rl_jax.metrics import read_metrics
 from fp8rl_jax.parallel.mesh import make_mesh
@@ -430,35 +434,174 @@ def test_the_sampler_and_the_recomputed_policy_are_one(tmp_path, graded):
     check_equal(*finals)
 
 
-def test_a_non_finite_update_stops_the_run(tmp_path, graded, monkeypatch):
-    config = bf16_config(tmp_path, checkpoint__period=1)
-    monkeypatch.setattr(
-        loop, "group_advantages", lambda rewards, _: jnp.full_like(rewards, jnp.nan)
+@pytest.fixture
+def poisoned(monkeypatch, graded):
+    """Steps, from 1, whose advantages are NaN: so are their losses and gradients."""
+    steps, gradings = set(), []
+    graded.append(gradings.append)
+    loss_inputs = loop.LossInputs
+
+    def poison(mask, advantages, *log_probs):
+        if len(gradings) in steps:
+            advantages = np.full_like(advantages, np.nan)
+        return loss_inputs(mask, advantages, *log_probs)
+
+    monkeypatch.setattr(loop, "LossInputs", poison)
+    return steps
+
+
+def test_a_non_finite_update_is_skipped_counted_and_kept(tmp_path, poisoned, caplog):
+    poisoned.update({2, 3, 5})
+    config = bf16_config(
+        tmp_path, grpo__num_steps=5, checkpoint__period=1, checkpoint__keep=10
     )
-    with pytest.raises(FloatingPointError, match="gradient of step 1 is not finite"):
+    assert train(config).finished
+    lines = grpo_lines(tmp_path)
+    assert [lines[step]["train/finite"] for step in range(1, 6)] == [1, 0, 0, 1, 0]
+    skipped = [lines[step]["train/skipped_updates"] for step in range(1, 6)]
+    assert skipped == [0, 4, 8, 8, 12]  # of two epochs of two mini-batches
+    (first, meta), (second, _), (third, _), (fourth, later) = (
+        restore(config, step) for step in (1, 2, 3, 4)
+    )
+    check_equal(second["params"], first["params"])
+    check_equal(third["opt_state"], first["opt_state"])
+    assert differ(fourth["params"], third["params"])
+    assert (meta["skipped_updates"], later["skipped_updates"]) == (0, 8)
+    warnings = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    assert len(warnings) == 3
+    folder = tmp_path / "non_finite"
+    assert warnings[0] == (
+        "Step 2 skipped 4 update(s), 1 step(s) in a row: loss nan, gradient norm nan; "
+        f"its batch is in {folder / 'step_2.npz'}"
+    )
+    with np.load(folder / "step_2.npz") as file:
+        kept = dict(file)
+    rows = kept["tokens"].shape
+    assert rows[0] == 16
+    for name in ("targets", "positions", "mask", "rollout_log_probs"):
+        assert kept[name].shape == rows
+    for name in ("advantages", "rewards", "prompts"):
+        assert kept[name].shape == rows[:1]
+    assert np.isnan(kept["advantages"]).all()
+    assert np.isfinite(kept["rollout_log_probs"]).all()
+    assert [bytes(row[:4]).decode() for row in kept["tokens"].astype(np.uint8)] == (
+        kept["prompts"].tolist()
+    )
+    assert len(json.loads(kept["metrics"].item())) == 4  # updates
+
+
+def test_too_many_skipped_updates_stop_the_run_with_its_state_saved(tmp_path, poisoned):
+    poisoned.update({2, 3})
+    config = bf16_config(
+        tmp_path, grpo__num_steps=5, train__max_skipped_updates=2, checkpoint__period=3
+    )
+    with pytest.raises(FloatingPointError, match=r"The last 2 step.*Step 3 is saved"):
         train(config)
-    assert grpo_lines(tmp_path) == {}
-    state, _ = restore(config, 0)
-    assert state["step"] == 0
+    assert list(grpo_lines(tmp_path)) == [1, 2, 3]
+    state, meta = restore(config, 3)
+    assert meta["skipped_updates"] == 8
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state["params"]))
+    poisoned.clear()
+    assert train(config).finished  # with the next batch and a fresh allowance
+    assert grpo_lines(tmp_path)[5]["train/skipped_updates"] == 8
 
 
-def test_a_non_finite_sampler_stops_the_run(tmp_path, graded, monkeypatch):
+def test_non_finite_sampled_log_probs_skip_the_step(tmp_path, graded, monkeypatch):
     generate = ContinuousRolloutEngine.generate
 
     def poisoned(self, weights, prompts, sampling, key):
         rollouts = generate(self, weights, prompts, sampling, key)
-        if key[1] == 1:
-            log_probs = np.full_like(rollouts.log_probs, np.nan)
+        if key[1] in (1, 3, 4, 5):
+            log_probs = rollouts.log_probs.copy()
+            log_probs[0, 0] = np.nan
             return dataclasses.replace(rollouts, log_probs=log_probs)
         return rollouts
 
     monkeypatch.setattr(ContinuousRolloutEngine, "generate", poisoned)
-    config = bf16_config(tmp_path, checkpoint__period=1)
-    with pytest.raises(FloatingPointError, match="log-probs of step 2 are not finite"):
+    config = bf16_config(tmp_path, grpo__num_steps=9)
+    with pytest.raises(FloatingPointError, match=r"The last 3 step.*Step 6 is saved"):
         train(config)
-    assert list(grpo_lines(tmp_path)) == [1]
-    assert restore(config, 1)[0]["step"] == 4
+    lines = grpo_lines(tmp_path)
+    skipped = [lines[step]["train/skipped_updates"] for step in range(1, 7)]
+    assert skipped == [0, 4, 4, 8, 12, 16]
+    assert lines[2]["train/finite"] == 0 and "train/loss" not in lines[2]
+    assert restore(config, 6)[0]["step"] == 2 * 4
+    with np.load(tmp_path / "non_finite" / "step_4.npz") as file:
+        kept = dict(file)
+    assert np.isnan(kept["rollout_log_probs"]).sum() == 1
+    assert kept["mask"][np.isnan(kept["rollout_log_probs"])].all()
+    assert kept["tokens"].shape == kept["mask"].shape
+    files = sorted(path.name for path in (tmp_path / "non_finite").iterdir())
+    assert files == ["step_4.npz", "step_5.npz", "step_6.npz"]
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Steps whose checkpoint fails in the background, when Orbax completes it."""
+    steps = set()
+    finalize = atomicity.AtomicRenameTemporaryPath.finalize
+
+    async def fail(self):
+        if self.get_final().name in map(str, steps):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return await finalize(self)
+
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", fail)
+    return steps
+
+
+def test_a_failed_save_does_not_end_the_run(tmp_path, graded, full_disk, caplog):
+    full_disk.update({1, 3})
+    config = bf16_config(tmp_path, grpo__num_steps=4, checkpoint__period=1)
+    assert train(config).finished
+    assert list(grpo_lines(tmp_path)) == [1, 2, 3, 4]
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"2", "4"}
+    failures = [r for r in caplog.records if "No space left" in r.getMessage()]
+    assert len([r for r in failures if r.name == "fp8rl_jax.checkpoint"]) == 2
+
+
+def test_a_failed_last_save_is_tried_again_and_then_ends_the_run(
+    tmp_path, graded, full_disk, monkeypatch
+):
+    full_disk.add(2)
+    config = bf16_config(tmp_path, checkpoint__period=1)
+    saves = []
+    save = Checkpointer.save
+
+    def record(self, step, *arguments):
+        saves.append(step)
+        save(self, step, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "save", record)
+    with pytest.raises(CheckpointError, match=r"earlier ones are untouched.*No space"):
+        train(config)
+    assert saves == [0, 1, 2, 2]
+    assert list(grpo_lines(tmp_path)) == [1, 2]
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"0", "1"}
+    full_disk.clear()
+    assert train(config).finished
+    assert restore(config, 2)[0]["step"] == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("period", "num_steps", "saves"), [(1, 4, 3), (0, 9, 2), (5, 5, 2)]
+)
+def test_a_disk_that_is_too_small_ends_the_run_before_it_compiles(
+    tmp_path, graded, monkeypatch, period, num_steps, saves
+):
+    """Two are kept and one is being written, or fewer if the run saves fewer."""
+
+    def usage(free):
+        return lambda _: collections.namedtuple("usage", "free")(free)
+
+    monkeypatch.setattr(experiment.Experiment, "initial_params", None)
+    monkeypatch.setattr(shutil, "disk_usage", usage(1_000_000))
+    config = bf16_config(tmp_path, checkpoint__period=period, grpo__num_steps=num_steps)
+    with pytest.raises(CheckpointError, match=rf"^{saves} more checkpoints .* free"):
+        train(config)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_shuffled_rewards_are_the_same_rewards(tmp_path, monkeypatch, graded):

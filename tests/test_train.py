@@ -105,6 +105,7 @@ def test_the_tiny_configuration_is_good():
         ({"warm_start__batch_size": 12}, "warm_start.batch_size=12 does not divide"),
         ({"warm_start__eval_period": 0}, "warm_start.eval_period"),
         ({"train__micro_batch_size": 0}, "train.micro_batch_size"),
+        ({"train__max_skipped_updates": 0}, "train.max_skipped_updates must be at"),
         ({"grpo__num_generations_per_prompt": 0}, "must be at least 1, got 0"),
         ({"sampling__max_new_tokens": 50_000}, "exceed the model's 40960 positions"),
         ({"validation__batch_size": 0}, "validation.batch_size"),
@@ -328,6 +329,10 @@ def run_command(*arguments):
         (
             [f"--config={TINY}", "--config.run_dir=unused", "--config.mesh.data=3"],
             "error: mesh .data=3.* needs 3 devices and there are 1",
+        ),
+        (
+            [f"--config={TINY}", f"--config.compilation_cache={TINY}/folder"],
+            "error: compilation_cache='.*/folder' cannot be used: .*Not a directory",
         ),
     ],
 )
