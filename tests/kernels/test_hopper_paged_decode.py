@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8rl_jax.kernels import hopper_paged_decode
-from fp8rl_jax.kernels.hopper_paged_decode import DecodeConfig, paged_decode
+from fp8rl_jax.kernels import hopper_decode_kernel
+from fp8rl_jax.kernels.hopper_paged_decode import (
+    DecodeConfig,
+    SharedPrefix,
+    paged_decode,
+)
 
 INTERPRET = plgpu.InterpretGPUParams()
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
@@ -138,7 +142,7 @@ def test_attention_is_close_to_float64(lengths, num_kv, group, dtype):
 def test_a_block_that_takes_several_sequences_returns_the_same_bits(monkeypatch):
     args = cache((1, 0, 260, 129), 1, 2, E4M3)
     apart = run(args, config=DecodeConfig(blocks_per_sm=None))
-    monkeypatch.setattr(hopper_paged_decode, "_NUM_SMS", 1)
+    monkeypatch.setattr(hopper_decode_kernel, "NUM_SMS", 1)
     for order in (None, jnp.array([1, 3, 0, 2], jnp.int32)):
         together = run(args, order=order, config=DecodeConfig(2, blocks_per_sm=1))
         np.testing.assert_array_equal(float64(together), float64(apart))
@@ -148,6 +152,33 @@ def test_a_sequence_alone_has_the_same_bits():
     args = cache((140, 3), 1, 4, E4M3)
     alone = args | {n: args[n][:1] for n in ("q", "q_scales", "page_table", "lengths")}
     np.testing.assert_array_equal(float64(run(alone)[0]), float64(run(args)[0]))
+
+
+# Rows of no group, a missing member, a group of one and one without pages, an empty
+# slot, no keys of its own; columns of one warpgroup and of two, the last not filled.
+# On CPU the order of a product's sums depends on its columns: codes have exact sums.
+@pytest.mark.parametrize(
+    ("lengths", "num_kv", "group", "dtype", "groups", "pages", "columns"),
+    [
+        ((300, 129, 270), 1, 4, E4M3, [[2, 0, -1]], [1], 8),
+        ((128, 0, 400, 300), 2, 2, E4M3, [[3, -1, 0, 1], [2, -1, -1, -1]], [1, 3], 8),
+        ((260, 300), 1, 3, E4M3, [[1, 0], [-1, -1]], [2, 0], 32),
+        ((129, 140, 5), 3, 1, BF16, [[1, -1, 0]], [1], 8),
+    ],
+)
+def test_pages_read_once_for_a_group_give_the_same_bits(
+    lengths, num_kv, group, dtype, groups, pages, columns
+):
+    args = cache(lengths, num_kv, group, dtype)
+    for rows, n in zip(groups, pages, strict=True):
+        for row in rows:
+            if row >= 0:
+                args["page_table"][row, :n] = args["page_table"][rows[0], :n]
+    operands = np.int32(groups), np.int32(pages), args["page_table"]
+    shared = SharedPrefix.create(*map(jnp.asarray, operands))
+    config = DecodeConfig(2, blocks_per_sm=1, columns=columns)
+    together = run(args, shared=shared, shared_config=config)
+    np.testing.assert_array_equal(float64(together), float64(run(args)))
 
 
 def test_arguments_that_do_not_fit_are_refused():
@@ -166,8 +197,12 @@ def test_arguments_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("dtype", [E4M3, BF16])
 @pytest.mark.parametrize("group", [1, 5, 8])
-def test_kernel_lowers_for_cuda(dtype, group):
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernel_lowers_for_cuda(dtype, group, shared):
     args = cache((300,) * 3, 4, group, dtype)
+    if shared:
+        groups, pages = jnp.array([[0, 1, 2]], jnp.int32), jnp.array([2], jnp.int32)
+        args["shared"] = SharedPrefix.create(groups, pages, args["page_table"])
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     names, values = zip(*structs.items(), strict=True)
 
