@@ -72,6 +72,7 @@ from jax.experimental import topologies  # noqa: E402
 from fp8rl_jax.attention import (  # noqa: E402
     KVCache,
     Rotation,
+    SharedPrefix,
     attention,
     decode_step,
 )
@@ -228,15 +229,26 @@ def checkpointed_gradient(m: int, n: int, k: int) -> dict:
     )
 
 
-def decode_loop(recipe: str, num_layers: int, num_pages: int, batch: int) -> dict:
-    """Steps of attention over a donated paged cache, Qwen3-8B's heads."""
+def decode_loop(
+    recipe: str, num_layers: int, num_pages: int, batch: int, group: int = 0
+) -> dict:
+    """Steps of attention over a donated paged cache, Qwen3-8B's heads.
+
+    Groups of so many sequences share pages, unless it is 0.
+    """
     precision = get_recipe(recipe).rollout
     heads, kv_heads, head_dim = 32, 8, 128
     table = jax.ShapeDtypeStruct((batch, 8), jnp.int32)
+    groups = jax.ShapeDtypeStruct((batch // 4, group), jnp.int32)
+    num_shared = jax.ShapeDtypeStruct((batch // 4,), jnp.int32)
 
-    def create(table):
+    def create(groups, num_shared, table):
         shape = num_layers, num_pages, kv_heads, head_dim, head_dim
-        return KVCache.create(*shape, table, precision)
+        cache = KVCache.create(*shape, table, precision)
+        if not group:
+            return cache
+        shared = SharedPrefix.create(groups, num_shared, table)
+        return cache.with_table(table, shared)
 
     def fn(cache, qkv, rotation, lengths):
         def step(state):
@@ -268,7 +280,7 @@ def decode_loop(recipe: str, num_layers: int, num_pages: int, batch: int) -> dic
     angles = f32(batch, 1, head_dim // 2)
     return report(
         fn,
-        jax.eval_shape(create, table),
+        jax.eval_shape(create, groups, num_shared, table),
         jax.ShapeDtypeStruct((batch, 1, (heads + 2 * kv_heads) * head_dim), BF16),
         Rotation(f32(head_dim), f32(head_dim), angles, angles),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
@@ -351,6 +363,8 @@ PROGRAMS = {
     "checkpointed gradient": functools.partial(checkpointed_gradient, 1024, 512, 384),
     "decode loop fp8": functools.partial(decode_loop, "fp8", 3, 2000, 64),
     "decode loop bf16": functools.partial(decode_loop, "bf16", 3, 2000, 64),
+    "shared fp8": functools.partial(decode_loop, "fp8", 3, 2000, 64, 16),
+    "shared bf16": functools.partial(decode_loop, "bf16", 3, 2000, 64, 16),
     "attention fp8": functools.partial(causal_attention, "fp8", 2, 1024),
     "attention bf16": functools.partial(causal_attention, "bf16", 2, 1024),
     "burst fp8": functools.partial(decode_burst, "fp8", 3, 2000, 256),

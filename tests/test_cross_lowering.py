@@ -16,6 +16,7 @@ from fp8rl_jax.logprobs import chunking
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES
 from fp8rl_jax.optimizer import OptimizerConfig
 from fp8rl_jax.rollout import programs
+from fp8rl_jax.rollout.plans import SharedPages
 
 CONFIG = QWEN3_SIZES["8b"]
 VOCAB_SIZE = 151_669  # the tokenizer's; the model has 151,936 rows
@@ -66,8 +67,7 @@ def sampler(learner):
     return weights, policy, jax.eval_shape(create)
 
 
-@pytest.fixture(scope="module")
-def decode(sampler):
+def trace_decode(sampler, shared=None):
     """The traced burst of decode steps of 512 sequences."""
     weights, policy, pool = sampler
     ints, floats = array((SEQUENCES,)), array((SEQUENCES,), jnp.float32)
@@ -79,10 +79,16 @@ def decode(sampler):
         min_p=floats,
         stop_ids=array((SEQUENCES, 2)),
         page_table=array((SEQUENCES, 64)),
+        shared=shared,
     )
     key = (array((), jnp.uint32),) * 2
     static = dict(num_steps=16, truncated=False, policy=policy)
     return programs.decode.trace(weights, pool, rows, key, **static)
+
+
+@pytest.fixture(scope="module")
+def decode(sampler):
+    return trace_decode(sampler)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +118,16 @@ def test_the_8b_programs_lower_from_shapes(program, platform, request):
     assert max(sizes, default=0) <= ROWS * TOKENS * statistics
     # [tokens, vocabulary] never exists.
     assert "x151936xf32" not in text and f"x{VOCAB_SIZE}xf32" not in text
+
+
+def test_pages_that_a_group_shares_are_read_by_a_kernel_of_their_own(sampler, decode):
+    shared = SharedPages(array((SEQUENCES // 4, 16)), array((SEQUENCES // 4,)))
+    together = trace_decode(sampler, shared)
+    apart, together = (
+        x.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+        for x in (decode, together)
+    )
+    assert together == apart + 1
 
 
 def test_the_masks_of_all_blocks_are_not_kept(train_step):

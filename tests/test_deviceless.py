@@ -146,6 +146,17 @@ def test_a_burst_copies_neither_pages_nor_weights(recipe, report):
     assert not any(k["spilled"] for k in found["kernels"])
 
 
+@pytest.mark.parametrize(("recipe", "opcode"), [("fp8", "QGMMA"), ("bf16", "HGMMA")])
+def test_shared_pages_take_one_more_kernel_and_no_copy(recipe, opcode, report):
+    found = report(f"shared {recipe}")
+    assert kernel_calls(found) == 3
+    assert sum(k["opcodes"].get(opcode, 0) > 0 for k in found["kernels"]) == 2
+    assert not any(k["spilled"] for k in found["kernels"])
+    assert not any(k["warnings"] for k in found["kernels"])
+    assert found["alias_bytes"] >= pool_bytes(recipe)
+    assert not re.search(r"= \S*\[3,2000,8,\S* copy\(", found["hlo"])
+
+
 def test_copies_of_pages_are_made_in_the_donated_pool(report):
     found = report("page copies")
     assert found["alias_bytes"] >= pool_bytes("fp8")

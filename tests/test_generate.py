@@ -451,7 +451,7 @@ def test_checkpoints_that_do_not_fit(run_dir, changes, options, message):
 class FakeSession:
     """Two devices of four slots; each step draws 80 of 96 tokens."""
 
-    capacity = Capacity(2, 16, 8, 4, 4, 64, 1, 64, 4, 1024)
+    capacity = Capacity(2, 16, 8, 4, 4, 64, 1, 64, 4, 1024, 16, None)
 
     def __init__(self):
         self.steps = 0

@@ -10,6 +10,7 @@ from fp8rl_jax.attention.dispatch import store
 from fp8rl_jax.attention.layout import GROUP
 from fp8rl_jax.fp8 import BLOCK, Precision
 from fp8rl_jax.implementation import Implementation
+from fp8rl_jax.kernels.hopper_paged_decode import SharedPrefix
 
 
 def page_size(num_tokens: int, platform: str) -> int:
@@ -37,8 +38,8 @@ class Placement:
         is idle), or consecutive positions from a multiple of the page size on.
       pages: int32 [B, T], the page of each; -1 if the row has none there.
       slots: int32 [B, T], the slot within it.
-      order: int32 [B], rows by descending position of their last token: those with most
-        work first.
+      order: int32 [B], rows by descending number of tokens up to their last, without
+        those in shared pages: those with most work first.
     """
 
     positions: Int[Array, "B T"]
@@ -62,6 +63,8 @@ class KVCache:
       k_scales: float32 [L, P, K, page], powers of two; None for bfloat16.
       v_scales: likewise.
       page_table: int32 [B, pages of a row]; -1 where a row has no page.
+      shared: pages at the beginning of several rows, which a decode step then reads
+        once. Only its speed depends on it.
     """
 
     k: Float[Array, "L P K page H"] | Float8e4m3fn[Array, "L P K page H"]
@@ -69,6 +72,7 @@ class KVCache:
     k_scales: Float[Array, "L P K page"] | None
     v_scales: Float[Array, "L P K page"] | None
     page_table: Int[Array, "B pages"]
+    shared: SharedPrefix | None = None
 
     @classmethod
     def create(
@@ -111,12 +115,14 @@ class KVCache:
     def with_arrays(
         self, k: Array, v: Array, k_scales: Array | None = None, v_scales=None
     ) -> "KVCache":
-        """The same table over other arrays, as :meth:`arrays` gives them."""
-        return KVCache(k, v, k_scales, v_scales, self.page_table)
+        """The same rows over other arrays, as :meth:`arrays` gives them."""
+        return KVCache(k, v, k_scales, v_scales, self.page_table, self.shared)
 
-    def with_table(self, page_table: Int[Array, "B pages"]) -> "KVCache":
+    def with_table(
+        self, page_table: Int[Array, "B pages"], shared: SharedPrefix | None = None
+    ) -> "KVCache":
         """The same pages for other rows."""
-        return dataclasses.replace(self, page_table=page_table)
+        return dataclasses.replace(self, page_table=page_table, shared=shared)
 
     def place(self, positions: Int[Array, "B T"]) -> Placement:
         """Where tokens at these positions go; see :class:`Placement`."""
@@ -124,7 +130,10 @@ class KVCache:
         inside = (positions >= 0) & (positions < num_entries * size)
         entry = jnp.where(inside, positions // size, 0)
         pages = jnp.take_along_axis(self.page_table, entry, axis=1)
-        order = jnp.argsort(-positions[:, -1]).astype(jnp.int32)
+        work = positions[:, -1]
+        if self.shared is not None:
+            work -= size * self.shared.first
+        order = jnp.argsort(-work).astype(jnp.int32)
         return Placement(
             positions, jnp.where(inside, pages, -1), positions % size, order
         )

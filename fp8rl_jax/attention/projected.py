@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.attention import dispatch
-from fp8rl_jax.attention.kv_cache import KVCache, Placement
+from fp8rl_jax.attention.kv_cache import KVCache, Placement, SharedPrefix
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.fp8.fused import rms_norm
 from fp8rl_jax.implementation import PlatformFunction, one_at_a_time
@@ -83,6 +83,7 @@ def decode_step(
     Returns:
       The result of attention and the cache with the new tokens.
     """
+    pool = cache.arrays()
     out, *arrays = _decode_step(
         qkv,
         *rotation,
@@ -92,7 +93,9 @@ def decode_step(
         tokens.order,
         cache.page_table,
         layer,
-        *cache.arrays(),
+        *pool,
+        *jax.tree.leaves(cache.shared),
+        num_arrays=len(pool),
         groups=groups,
         eps=eps,
         fp8=precision.attention,
@@ -174,14 +177,16 @@ def _split_and_rotate_bwd(static, residuals, cotangents):
 _split_and_rotate.defvjp(_split_and_rotate_fwd, _split_and_rotate_bwd)
 
 
-# One token a row: operands of the projection, of the placement, of the cache.
+# One token a row: operands of the projection, of the placement, of the cache with
+# ``num_arrays`` of its pool, and of the shared prefix if there is one.
 
 
-def _decode_reference(qkv, *operands, groups, eps, fp8, dtype):
-    rotation, (positions, pages, slots, order, page_table, layer, *pool) = (
+def _decode_reference(qkv, *operands, num_arrays, groups, eps, fp8, dtype):
+    rotation, (positions, pages, slots, order, page_table, layer, *rest) = (
         operands[:4],
         operands[4:],
     )
+    pool = rest[:num_arrays]  # the rows' own tables name the shared pages, too
     q, k, v = _reference(qkv, *rotation, groups=groups, eps=eps)
     pool = dispatch.store_reference(k, v, pages, slots, layer, *pool, dtype=dtype)
     out = dispatch.attend_pages_reference(
@@ -190,9 +195,10 @@ def _decode_reference(qkv, *operands, groups, eps, fp8, dtype):
     return *out, *pool
 
 
-def _decode_on_hopper(qkv, *operands, groups, eps, fp8, dtype):
+def _decode_on_hopper(qkv, *operands, num_arrays, groups, eps, fp8, dtype):
     q_norm, k_norm, cos, sin, *places = operands
-    positions, pages, slots, order, page_table, layer, *pool = places
+    positions, pages, slots, order, page_table, layer, *rest = places
+    pool, shared = rest[:num_arrays], rest[num_arrays:]
     del fp8, dtype
     tables = q_norm, k_norm, cos[:, 0], sin[:, 0]
     static = dict(groups=groups, eps=eps)
@@ -209,20 +215,21 @@ def _decode_on_hopper(qkv, *operands, groups, eps, fp8, dtype):
         lengths,
         layer,
         order=order,
+        shared=SharedPrefix(*shared) if shared else None,
         **dict(zip(names, (*q_scales, *pool[2:]), strict=True)),
     )
     return out.reshape(qkv.shape[0], 1, -1, q_norm.shape[0]), *pool
 
 
-def _decode_types(qkv, q_norm, *operands, groups, eps, fp8, dtype):
+def _decode_types(qkv, q_norm, *operands, num_arrays, groups, eps, fp8, dtype):
     out = _types(qkv, q_norm, groups=groups, eps=eps, dtype=dtype)[0]
-    pool = operands[9:]
+    pool = operands[9:][:num_arrays]
     return [out, *dispatch.pool_types(pool, dtype)]
 
 
-def _no_decode_kernel(qkv, q_norm, *operands, groups, eps, fp8, dtype):
-    pool = operands[9:]
-    return dispatch.no_kernel(q_norm[0], dtype, (len(pool) == 4) == fp8, pool[0][3])
+def _no_decode_kernel(qkv, q_norm, *operands, num_arrays, groups, eps, fp8, dtype):
+    k = operands[9]
+    return dispatch.no_kernel(q_norm[0], dtype, (num_arrays == 4) == fp8, k[3])
 
 
 _decode_step = PlatformFunction(

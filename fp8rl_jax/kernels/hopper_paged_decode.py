@@ -49,6 +49,14 @@ class SharedPrefix:
     first: Int[Array, "B"]
     place: Int[Array, "B"]
 
+    @staticmethod
+    def max_members(group: int) -> int:
+        """Sequences of a group, for ``group`` query heads a KV head.
+
+        More queries than two warpgroups take do not fit into shared memory.
+        """
+        return 2 * DecodeConfig.columns // _padded(group)
+
     @classmethod
     def create(
         cls,
@@ -133,8 +141,7 @@ def paged_decode(
     if config is None:
         config = DecodeConfig() if fp8 else DecodeConfig(blocks_per_sm=1)
     num_seqs, num_kv, group, _ = q.shape
-    # A KV head's queries must not straddle the tiles of eight rows.
-    padded = 1 << (group - 1).bit_length()
+    padded = _padded(group)
     queries, pages = [q], [_flat(k), _flat(for_copies(v) if fp8 else v)]
     if fp8:
         queries += [q_scales]
@@ -167,6 +174,11 @@ def paged_decode(
         **static,
     )
     return out.reshape(q.shape)
+
+
+def _padded(group):
+    """Rows of a KV head's queries, which must not straddle the tiles of eight."""
+    return 1 << (group - 1).bit_length()
 
 
 def _flat(x):
@@ -226,6 +238,12 @@ def _check(q, k, v, scales, page_table, lengths, order, shared):
         "order": (order, jnp.int32, (num_seqs,)),
     }
     if shared is not None:
+        members, most = shared.groups.shape[1], SharedPrefix.max_members(group)
+        if members > most:
+            raise ValueError(
+                f"Groups have at most {most} members with {group} heads a KV head, got "
+                f"{members}."
+            )
         for name in ("first", "place"):
             expected[f"shared.{name}"] = getattr(shared, name), jnp.int32, (num_seqs,)
     if fp8 != all(s is not None for s in scales) or fp8 == all(

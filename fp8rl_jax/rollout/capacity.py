@@ -6,13 +6,14 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fp8rl_jax.attention import page_size
+from fp8rl_jax.attention import SharedPrefix, page_size
 from fp8rl_jax.rollout.programs import Policy, page_bytes
 from fp8rl_jax.rollout.slots import power_of_two
 
 # Rows of the smallest decode program: of a kernel's tile, or of little work.
 _MIN_ROWS = {"gpu": 64, "cpu": 8}
 _LONGEST_CHUNK = 512  # tokens: a longer prompt takes several
+_GROUP_SIZE = 16  # the usual samples of a prompt
 # Pages that are copied at a time lie beside the pool until all have been read.
 _COPIED_BYTES, _MOST_COPIES = 2**29, 1024
 
@@ -30,6 +31,8 @@ class EngineLimits:
       prefills_per_burst: most prefills between two bursts of decode steps.
       memory_fraction: share of a device's free memory that pages may take.
       num_pages: pages per device; None: what is needed, as far as memory goes.
+      share_prefixes: whether decode steps read pages that several sequences share once
+        for all of them, which changes their speed alone; None: where it pays.
     """
 
     max_slots: int = 1024
@@ -39,11 +42,14 @@ class EngineLimits:
     prefills_per_burst: int = 8
     memory_fraction: float = 0.9
     num_pages: int | None = None
+    share_prefixes: bool | None = None
 
     def __post_init__(self):
         optional = ("max_length", "num_pages")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "share_prefixes":
+                continue
             if field.name in optional and value is None:
                 continue
             if not value > 0:
@@ -69,6 +75,8 @@ class Capacity:
       prefill_length: tokens of a chunk.
       page_copies: pages copied by one program.
       bytes_per_page: in all layers.
+      group_size: most sequences that share pages at a time.
+      share_prefixes: as in `EngineLimits`; never None where no kernel could gain by it.
     """
 
     num_shards: int
@@ -81,6 +89,8 @@ class Capacity:
     prefill_length: int
     page_copies: int
     bytes_per_page: int
+    group_size: int
+    share_prefixes: bool | None
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +180,7 @@ def size_session(
       ValueError: the pages do not hold one sequence of that length.
     """
     shards = policy.num_shards
+    heads = policy.config.num_heads // policy.config.num_kv_heads
     max_length = limits.max_length or max_length
     page = page_size(max_length, platform)
     per_page = page_bytes(policy.config, policy.precision, page)
@@ -202,7 +213,15 @@ def size_session(
         prefill_length=chunk,
         page_copies=max(min(_COPIED_BYTES // per_page, _MOST_COPIES, slots), 1),
         bytes_per_page=per_page,
+        group_size=min(_GROUP_SIZE, SharedPrefix.max_members(heads)),
+        share_prefixes=_share_prefixes(limits, platform),
     )
+
+
+def _share_prefixes(limits, platform) -> bool | None:
+    if limits.share_prefixes is None and platform != "gpu":
+        return False  # one program instead of two of the same speed
+    return limits.share_prefixes
 
 
 def _free_bytes(devices) -> int | None:

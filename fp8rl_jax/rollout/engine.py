@@ -194,6 +194,8 @@ class Session:
             prefill_length=capacity.prefill_length,
             max_length=capacity.max_length,
             min_rows=capacity.min_rows,
+            group_size=capacity.group_size,
+            share_prefixes=capacity.share_prefixes,
         )
         self._pool = programs.create_pool(
             policy, capacity.num_pages, capacity.page_size

@@ -1,6 +1,7 @@
 """What the scheduler asks the device programs to do."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -19,6 +20,20 @@ class PrefillPlan:
     tokens: Int[np.ndarray, "R C"]
     start: Int[np.ndarray, "R"]
     page_table: Int[np.ndarray, "R W"]
+
+
+class SharedPages(NamedTuple):
+    """Groups of rows that begin with the same pages, as many of each shard.
+
+    All keys in these pages are visible to all rows of the group.
+
+    Attributes:
+      groups: int32 [S, members], rows counted from the first of the shard; -1: none.
+      num_pages: int32 [S], how many pages the rows of a group share; 0: no group.
+    """
+
+    groups: Int[np.ndarray, "S members"]
+    num_pages: Int[np.ndarray, "S"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +55,7 @@ class DecodePlan:
       min_p: float32 [R].
       stop_ids: int32 [R, K], padded with -1.
       page_table: int32 [R, W]; -1 where a row has no page.
+      shared: pages to read once for several rows; None: read all for each row.
       copy_source: int32 [shards * N], pages to copy, N for each shard; -1: none.
       copy_target: int32 [shards * N], likewise.
       slots: int32 [R], where each sequence runs; -1: idle row. For the scheduler.
@@ -57,6 +73,7 @@ class DecodePlan:
     min_p: Float[np.ndarray, "R"]
     stop_ids: Int[np.ndarray, "R K"]
     page_table: Int[np.ndarray, "R W"]
+    shared: SharedPages | None
     copy_source: Int[np.ndarray, "_"]
     copy_target: Int[np.ndarray, "_"]
     slots: Int[np.ndarray, "R"]

@@ -15,12 +15,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from fp8rl_jax.attention import KVCache
+from fp8rl_jax.attention import KVCache, SharedPrefix
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.models.qwen3.config import Qwen3Config
 from fp8rl_jax.models.qwen3.model import Qwen3
 from fp8rl_jax.parallel.rules import DEFAULT_RULES
 from fp8rl_jax.parallel.sharding import num_shards, shard_batch
+from fp8rl_jax.rollout.plans import SharedPages
 from fp8rl_jax.sampling import sample_tokens
 
 Pool = tuple[Array, ...]
@@ -77,6 +78,7 @@ class Rows(NamedTuple):
       min_p: float32 [R].
       stop_ids: int32 [R, K]; -1: none.
       page_table: int32 [R, W].
+      shared: pages to read once for several rows; None: read all for each row.
     """
 
     tokens: Int[Array, "R"]
@@ -89,6 +91,7 @@ class Rows(NamedTuple):
     min_p: Float[Array, "R"]
     stop_ids: Int[Array, "R K"]
     page_table: Int[Array, "R W"]
+    shared: SharedPages | None = None
 
 
 class Copies(NamedTuple):
@@ -177,9 +180,11 @@ def _on_every_shard(policy: Policy, fn: Callable, num_outputs: int) -> Callable:
     return sharded
 
 
-def _cache(pool, page_table):
+def _cache(pool, page_table, shared=None):
     k, v, *scales = pool
-    return KVCache(k, v, *(scales or (None, None)), page_table)
+    if shared is not None:
+        shared = SharedPrefix.create(*shared, page_table)
+    return KVCache(k, v, *(scales or (None, None)), page_table, shared)
 
 
 @functools.partial(jax.jit, static_argnames="policy", donate_argnames="pool")
@@ -291,7 +296,7 @@ def _decode_rows(
 ):
     model = Qwen3(policy.config, weights)
     keys = _row_keys(seed, step, rows.sample_ids)
-    cache = _cache(pool, rows.page_table)
+    cache = _cache(pool, rows.page_table, rows.shared)
     num_rows = rows.tokens.shape[0]
 
     def some_running(carry):

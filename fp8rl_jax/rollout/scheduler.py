@@ -6,9 +6,10 @@ import heapq
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from fp8rl_jax.rollout.plans import DecodePlan, PrefillPlan
+from fp8rl_jax.rollout.plans import DecodePlan, PrefillPlan, SharedPages
 from fp8rl_jax.rollout.sequence import Event, Sequence
 from fp8rl_jax.rollout.shard import Shard
+from fp8rl_jax.rollout.sharing import find_shared_pages
 from fp8rl_jax.rollout.slots import Slots, power_of_two
 from fp8rl_jax.rollout.types import FinishReason, Request
 
@@ -61,6 +62,9 @@ class Scheduler:
       prefill_length: tokens of a chunk, a multiple of the page size.
       max_length: tokens of the longest sequence.
       min_rows: rows of the smallest decode program, per shard.
+      group_size: most rows of a decode plan that share pages at a time.
+      share_prefixes: whether decode plans name pages that several rows share; None:
+        where it pays.
 
     Raises:
       ValueError: a size is not positive, or ``prefill_length`` no multiple of a page.
@@ -76,8 +80,14 @@ class Scheduler:
         prefill_length: int,
         max_length: int,
         min_rows: int = 1,
+        group_size: int = 16,
+        share_prefixes: bool | None = None,
     ):
-        sizes = {name: size for name, size in locals().items() if name != "self"}
+        sizes = {
+            name: size
+            for name, size in locals().items()
+            if name not in ("self", "share_prefixes")
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be >= 1, got {size}.")
@@ -92,6 +102,8 @@ class Scheduler:
         self._prefill_rows = prefill_rows
         self._prefill_length = prefill_length
         self._max_length = max_length
+        self._group_size = group_size
+        self._share_prefixes = share_prefixes
         self._row_buckets = _buckets(min_rows, num_slots)
         self._table_width = power_of_two(self._pages_of(max_length))
         self._shards = [
@@ -269,13 +281,27 @@ class Scheduler:
         if not self._slots.ready.any() and not any(copies):
             return None
         source, target = _pad_copies(copies)
+        rows = self._slots.gather(self._rows())
         self._burst = DecodePlan(
             num_steps=num_steps,
+            shared=self._shared_pages(rows["page_table"], rows["positions"]),
             copy_source=source,
             copy_target=target,
-            **self._slots.gather(self._rows()),
+            **rows,
         )
         return self._burst
+
+    def _shared_pages(self, page_table, positions) -> SharedPages | None:
+        if self._share_prefixes is False:
+            return None
+        return find_shared_pages(
+            page_table,
+            positions,
+            num_shards=len(self._shards),
+            page_size=self._page_size,
+            group_size=self._group_size,
+            always=bool(self._share_prefixes),
+        )
 
     def _grow(self, num_steps: int) -> None:
         """Gives ready sequences the pages of a burst.

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8rl_jax.attention import KVCache, page_size
+from fp8rl_jax.attention import KVCache, SharedPrefix, page_size
 from fp8rl_jax.attention.layout import place_of, stored_values
 
 LAYERS, HEADS, PAGE, HEAD_DIM = 2, 2, 16, 64
@@ -151,6 +151,12 @@ def test_an_entry_is_quantised_once(empty, new):
 def test_rows_with_most_work_come_first(empty):
     where = empty("bf16").place(jnp.array([[3], [-1], [20]], jnp.int32))
     np.testing.assert_array_equal(where.order, [2, 0, 1])
+    # Of 20 and 19 tokens they share 16.
+    groups, pages = jnp.array([[2, 0]], jnp.int32), jnp.array([1], jnp.int32)
+    shared = SharedPrefix.create(groups, pages, jnp.asarray(TABLE))
+    cache = empty("bf16").with_table(jnp.asarray(TABLE), shared)
+    where = cache.place(jnp.array([[18], [7], [19]], jnp.int32))
+    np.testing.assert_array_equal(where.order, [1, 2, 0])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])

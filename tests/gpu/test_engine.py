@@ -103,8 +103,9 @@ def policy(request):
         {},
         {"max_slots": 3, "decode_steps": 7},
         {"num_pages": FEW, "prefill_tokens": 128},
+        {"share_prefixes": True},
     ],
-    ids=["at ease", "three slots", "few pages"],
+    ids=["at ease", "three slots", "few pages", "shared prefixes"],
 )
 def test_slots_arrival_chunks_and_pages_change_no_bit(policy, limits):
     recipe, weights, alone = policy

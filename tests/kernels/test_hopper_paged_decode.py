@@ -195,13 +195,24 @@ def test_arguments_that_do_not_fit_are_refused():
             run(args | change)
 
 
+def test_a_group_of_too_many_queries_is_refused():
+    args = cache((300,) * 9, 1, 5, BF16)
+    groups, pages = jnp.arange(9, dtype=jnp.int32)[None], jnp.array([2], jnp.int32)
+    shared = SharedPrefix.create(groups, pages, args["page_table"])
+    with pytest.raises(ValueError, match="at most 8 members with 5 heads"):
+        run(args, shared=shared)
+
+
 @pytest.mark.parametrize("dtype", [E4M3, BF16])
 @pytest.mark.parametrize("group", [1, 5, 8])
 @pytest.mark.parametrize("shared", [False, True])
 def test_kernel_lowers_for_cuda(dtype, group, shared):
     args = cache((300,) * 3, 4, group, dtype)
     if shared:
-        groups, pages = jnp.array([[0, 1, 2]], jnp.int32), jnp.array([2], jnp.int32)
+        # As many as there is shared memory for.
+        groups = jnp.full((1, SharedPrefix.max_members(group)), -1, jnp.int32)
+        groups = groups.at[0, :3].set(jnp.arange(3, dtype=jnp.int32))
+        pages = jnp.array([2], jnp.int32)
         args["shared"] = SharedPrefix.create(groups, pages, args["page_table"])
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     names, values = zip(*structs.items(), strict=True)

@@ -84,6 +84,19 @@ def test_where_no_kernel_reads_pages_a_short_sequence_has_one_small_page():
     assert capacity.num_pages == 2 * 512
 
 
+@pytest.mark.parametrize(("size", "members"), [("0.6b", 16), ("8b", 16), ("14b", 8)])
+def test_the_queries_of_a_group_fit_the_kernel(size, members):
+    policy = Policy(QWEN3_SIZES[size], get_recipe("fp8").rollout, 151_669)
+    assert plan(Weights("gpu", 10**12), policy=policy).group_size == members
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_prefixes_are_shared_where_a_kernel_can_gain_by_it(asked):
+    limits = EngineLimits(share_prefixes=asked)
+    assert plan(Weights("gpu", 10**12), limits).share_prefixes is asked
+    assert plan(Weights("cpu", None), limits).share_prefixes is bool(asked)
+
+
 def test_memory_for_less_than_one_sequence_is_refused():
     per_page = page_bytes(CONFIG, PRECISION, 128)
     with pytest.raises(ValueError, match="do not hold one sequence of 1280 tokens"):

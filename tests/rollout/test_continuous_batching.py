@@ -13,6 +13,7 @@ from fp8rl_jax.rollout import (
     FinishReason,
     Request,
     SamplingParams,
+    programs,
 )
 
 KEY = (7, 0)
@@ -109,13 +110,28 @@ def test_they_end_for_different_reasons(alone):
     ("seed", "limits"),
     [
         (0, EngineLimits(max_length=LONGEST)),
-        (1, EngineLimits(max_slots=3, max_length=LONGEST, decode_steps=5)),
+        (
+            1,
+            EngineLimits(
+                max_slots=3, max_length=LONGEST, decode_steps=5, share_prefixes=True
+            ),
+        ),
         (2, EngineLimits(max_length=LONGEST, decode_steps=3, prefill_tokens=128)),
         (3, EngineLimits(max_length=LONGEST, num_pages=4, decode_steps=7)),
+        (4, EngineLimits(max_length=LONGEST, share_prefixes=True)),
     ],
-    ids=["at ease", "three slots", "small chunks", "few pages"],
+    ids=["at ease", "three slots", "small chunks", "few pages", "shared prefixes"],
 )
-def test_arrival_slots_chunks_and_pages_change_nothing(weights, alone, seed, limits):
+def test_arrival_slots_chunks_and_pages_change_nothing(
+    weights, alone, seed, limits, monkeypatch
+):
+    shared, decode = [], programs.decode
+
+    def spy(weights, pool, rows, *args, **kwargs):
+        shared.append(rows.shared)
+        return decode(weights, pool, rows, *args, **kwargs)
+
+    monkeypatch.setattr(programs, "decode", spy)
     rng = np.random.default_rng(seed)
     waiting = [(int(rng.integers(4)), i) for i in rng.permutation(len(REQUESTS))]
     submitted, completions, step = {}, [], 0
@@ -133,13 +149,16 @@ def test_arrival_slots_chunks_and_pages_change_nothing(weights, alone, seed, lim
         assert_same(found, alone[submitted[number], sample])
     assert metrics["rollout/cache_hit_tokens"] > 0
     assert (metrics["rollout/preemptions"] > 0) == (limits.num_pages is not None)
+    assert any(x is not None for x in shared) == bool(limits.share_prefixes)
     if limits.max_slots == 3:
         assert metrics["rollout/slot_use_until_queue_empty"] > 0.8
 
 
 def test_a_mesh_changes_nothing(weights, alone):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    limits = EngineLimits(max_slots=2, max_length=LONGEST, decode_steps=5)
+    limits = EngineLimits(
+        max_slots=2, max_length=LONGEST, decode_steps=5, share_prefixes=True
+    )
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with jax.set_mesh(mesh):
         spread = jax.device_put(weights, everywhere)

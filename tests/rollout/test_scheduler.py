@@ -34,6 +34,7 @@ class Run:
         self.known = {}  # all tokens of each sequence, by (request id, sample)
         self.events = collections.defaultdict(list)
         self.sequences = {}
+        self.num_shared = 0  # plans with groups
         self._next_id = 0
         self._last = {}
 
@@ -60,6 +61,7 @@ class Run:
         if plan is None:
             return None
         self._check_tables(plan)
+        self._check_shared(plan)
         self._check_preemptions(plan)
         out = self.device.decode(plan, self.known)
         meanwhile()
@@ -93,6 +95,25 @@ class Run:
             pages = [] if sequence is None else sequence.placement.pages
             assert table[: len(pages)].tolist() == pages
             assert (table[len(pages) :] == -1).all()
+
+    def _check_shared(self, plan):
+        """Each row of a group has the shared pages, and all of their tokens."""
+        if plan.shared is None:
+            return
+        self.num_shared += 1
+        groups = np.split(plan.shared.groups, self.device.num_shards)
+        tables = np.split(plan.page_table, self.device.num_shards)
+        positions = np.split(plan.positions, self.device.num_shards)
+        counts = np.split(plan.shared.num_pages, self.device.num_shards)
+        for shard in zip(groups, counts, tables, positions, strict=True):
+            members = shard[0][shard[0] >= 0]
+            assert len(set(members.tolist())) == len(members)
+            for rows, count in zip(*shard[:2], strict=True):
+                rows = rows[: (rows >= 0).sum()]
+                assert (rows >= 0).all() and (len(rows) > 1) == (count > 0)
+                pages = shard[2][rows, :count]
+                assert (pages == pages[:1]).all() and (pages >= 0).all()
+                assert (shard[3][rows] >= count * PAGE).all()
 
     def _check_preemptions(self, plan):
         """Who had to go was younger than all who stayed on its shard."""
@@ -169,6 +190,8 @@ def test_every_completion_is_what_it_would_be_alone(seed, drained):
         prefill_rows=int(rng.integers(1, 4)),
         prefill_length=PAGE * int(rng.integers(1, 4)),
         min_rows=int(rng.integers(1, 4)),
+        group_size=int(rng.integers(2, 4)),
+        share_prefixes=[None, True][seed % 2],
     )
     stems = [prompt(int(rng.integers(1, 18)), seed) for seed in range(3)]
     cut, cancelled, left = {}, set(), 25
@@ -238,6 +261,7 @@ def test_the_workloads_meet_every_rule():
         run.submit(prompt(13, seed), sampling(24, num_samples=3))
     run.run()
     run.check()
+    assert run.num_shared > 2
     assert run.scheduler.metrics.preemptions > 5
     assert run.scheduler.metrics.cache_hit_tokens > 100
 
@@ -252,6 +276,24 @@ def test_samples_share_full_pages_and_copy_the_last_one():
     np.testing.assert_array_equal(plan.copy_source, [2, 2, 2, -1])
     assert run.scheduler.metrics.prefill_tokens == 10
     assert run.scheduler.metrics.cache_hit_tokens == 30
+    run.run()
+    run.check()
+
+
+@pytest.mark.parametrize(
+    ("share", "length", "expected"),
+    [(None, 33, True), (None, 9, False), (True, 9, True), (False, 33, False)],
+)
+def test_samples_read_shared_pages_once_where_it_pays(share, length, expected):
+    run = Run(num_slots=4, share_prefixes=share)
+    run.submit(prompt(length), sampling(24, num_samples=2))
+    run.submit(prompt(3, 1), sampling(24, num_samples=2))
+    plan = run.round()
+    assert (plan.shared is not None) == expected
+    if expected:
+        assert plan.shared.groups.shape == (1, 16)
+        assert plan.shared.groups[0, :3].tolist() == [0, 1, -1]
+        assert plan.shared.num_pages.tolist() == [length // PAGE]
     run.run()
     run.check()
 
