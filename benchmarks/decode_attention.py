@@ -7,8 +7,9 @@ larger than the L2 cache. Times are of the kernels alone, median and [fastest, s
 The share of 4.8 TB/s counts the keys, values and scales of the visible tokens once.
 Stores are measured alone, and as the model has them: in one kernel with the split of
 the projection, norms, RoPE and the quantisation of queries.
-Mixed contexts are drawn between 64 and 16,384 tokens, uniformly or log-uniformly. In
-the rows "P shared + N" groups of 16 sequences share the pages of their first P tokens.
+Mixed contexts are drawn between 64 and 16,384 tokens, uniformly or log-uniformly. In a
+table of their own, groups of 16 sequences share the pages of their first tokens: each
+sequence reads them, or they are read once for the group.
 
 Hardware: one Hopper GPU with 80 GB free; one minute.
 """
@@ -23,7 +24,7 @@ from absl import app, flags
 from jaxtyping import Array, Int
 
 from benchmarks.device_time import device_time
-from fp8rl_jax.attention import KVCache
+from fp8rl_jax.attention import KVCache, SharedPrefix
 from fp8rl_jax.attention.layout import quantize_tokens
 from fp8rl_jax.console import print_table
 from fp8rl_jax.fp8 import Precision, get_recipe
@@ -39,7 +40,8 @@ _HEADS, _KV_HEADS, _HEAD_DIM, _PAGE = 32, 8, 128, 128
 _LONGEST = 16384
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 _GROUP = 16  # samples of a prompt
-SHARED = ((256, 768), (2048, 256))  # tokens that they share, and own
+# Tokens that they share, and own.
+SHARED = ((256, 768), (1024, 1024), (2048, 256), (2048, 1024))
 
 
 def lengths_of(kind: str | int, batch: int) -> Int[np.ndarray, "B"]:
@@ -85,8 +87,8 @@ def _tables(lengths, num_pages, seed, shared=0) -> Int[np.ndarray, "B pages"]:
     return table
 
 
-def attend(q, pool, table, where) -> Array:
-    """The kernel: one token a sequence, in one layer."""
+def attend(q, pool, table, where, shared=None) -> Array:
+    """The kernels: one token a sequence, in one layer."""
     extra = {}
     if len(pool) == 4:
         q, scales = q
@@ -94,9 +96,12 @@ def attend(q, pool, table, where) -> Array:
         extra = dict(zip(names, (scales, *pool[2:]), strict=True))
     lengths = where.positions[:, 0] + 1
     tables = table, lengths, jnp.int32(0)
-    return paged_decode(q, *pool[:2], *tables, order=where.order, **extra)
+    return paged_decode(
+        q, *pool[:2], *tables, order=where.order, shared=shared, **extra
+    )
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _queries(batch, precision):
     shape = batch, _KV_HEADS, _HEADS // _KV_HEADS, _HEAD_DIM
     q = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
@@ -106,40 +111,77 @@ def _queries(batch, precision):
     return q.codes, q.scales[..., 0]
 
 
-def rows(name: str) -> list[dict[str, str]]:
+@jax.jit
+def _place(cache, table, at, groups, num_shared):
+    """Where the sequences' last tokens are, and what groups of sequences share."""
+    shared = None
+    if groups is not None:
+        shared = SharedPrefix.create(groups, num_shared, table)
+    return cache.with_table(table, shared).place(at), shared
+
+
+def _microseconds(cache, precision, lengths, shared=0, together=False):
+    """Median, fastest and slowest call; groups have ``shared`` tokens in common."""
+    batch, num_pages = len(lengths), cache.k.shape[1]
+    q = _queries(batch, precision)
+    at = jnp.asarray(lengths - 1, jnp.int32)[:, None]
+    groups = num_shared = None
+    if together:
+        groups = jnp.arange(batch, dtype=jnp.int32).reshape(-1, _GROUP)
+        num_shared = jnp.full(len(groups), shared // _PAGE, jnp.int32)
+    different = int(lengths.sum()) - shared * (batch - batch // _GROUP)
+    # So many tables that a call finds nothing of the last one in the cache.
+    num_sets = max(2, min(8, int(4e8 // (different * token_bytes(precision))) + 1))
+    sets = []
+    for seed in range(num_sets):
+        table = jnp.asarray(_tables(lengths, num_pages, seed, shared))
+        where = _place(cache, table, at, groups, num_shared)
+        sets.append((q, cache.arrays(), table, *where))
+    times = device_time(attend, sets, repeats=_REPEATS.value)
+    return [1e6 * f(times) for f in (statistics.median, min, max)]
+
+
+def rows(name: str, cache: KVCache) -> list[dict[str, str]]:
     """The table's rows of a recipe."""
     precision = get_recipe(name).rollout
-    num_pages = max(_BATCHES.value) * _LONGEST // _PAGE
-    cache = make_cache(num_pages, precision)
-    place = jax.jit(lambda cache, table, at: cache.with_table(table).place(at))
     out = []
     for batch in _BATCHES.value:
-        q = jax.jit(_queries, static_argnums=(0, 1))(batch, precision)
-        for kind in (*CONTEXTS, "uniform", "log-uniform", *SHARED):
-            shared, label = 0, str(kind)
-            if kind in SHARED:
-                shared, label = kind[0], f"{kind[0]} shared + {kind[1]}"
-                kind = sum(kind)
+        for kind in (*CONTEXTS, "uniform", "log-uniform"):
             lengths = lengths_of(kind, batch)
-            at = jnp.asarray(lengths - 1, jnp.int32)[:, None]
             moved = int(lengths.sum()) * token_bytes(precision)
-            # So many tables that a call finds nothing of the last one in the cache.
-            sets = []
-            for seed in range(max(2, min(8, int(4e8 // moved) + 1))):
-                table = jnp.asarray(_tables(lengths, num_pages, seed, shared))
-                sets.append((q, cache.arrays(), table, place(cache, table, at)))
-            times = device_time(attend, sets, repeats=_REPEATS.value)
-            us, *ends = (1e6 * f(times) for f in (statistics.median, min, max))
+            us, *ends = _microseconds(cache, precision, lengths)
             out.append(
                 {
                     "pages": name,
                     "batch": str(batch),
-                    "contexts": label,
+                    "contexts": str(kind),
                     "us": f"{us:.0f} [{ends[0]:.0f}, {ends[1]:.0f}]",
                     "TB/s": f"{moved / us / 1e6:.2f}",
                     "% of peak": f"{100 * moved / us / 1e6 / _PEAK.value:.1f}",
                 }
             )
+            print(out[-1], flush=True)
+    return out
+
+
+def shared_rows(name: str, cache: KVCache) -> list[dict[str, str]]:
+    """The rows of a recipe in the table of shared pages."""
+    precision = get_recipe(name).rollout
+    out = []
+    for batch in _BATCHES.value:
+        for shared, own in SHARED:
+            lengths = lengths_of(shared + own, batch)
+            saved = shared * (1 - 1 / _GROUP) / (shared + own)
+            row = {
+                "pages": name,
+                "batch": str(batch),
+                "tokens": f"{shared} shared + {own}",
+                "% saved": f"{100 * saved:.1f}",
+            }
+            for label, together in (("us, each", False), ("us, once", True)):
+                us, *ends = _microseconds(cache, precision, lengths, shared, together)
+                row[label] = f"{us:.1f} [{ends[0]:.1f}, {ends[1]:.1f}]"
+            out.append(row)
             print(out[-1], flush=True)
     return out
 
@@ -206,8 +248,14 @@ def main(argv: list[str]) -> None:
     device = jax.devices()[0].device_kind
     stores = [row for name in ("fp8", "bf16") for row in store_rows(name)]
     print_table(stores, f"One layer's keys and values of a step, {device}")
-    table = [row for name in ("fp8", "bf16") for row in rows(name)]
-    print_table(table, f"Paged decode attention, {device}")
+    num_pages = max(_BATCHES.value) * _LONGEST // _PAGE
+    alone, shared = [], []
+    for name in ("fp8", "bf16"):
+        cache = make_cache(num_pages, get_recipe(name).rollout)
+        alone += rows(name, cache)
+        shared += shared_rows(name, cache)
+    print_table(alone, f"Paged decode attention, {device}")
+    print_table(shared, f"Pages that 16 sequences share, {device}")
 
 
 if __name__ == "__main__":
