@@ -209,7 +209,7 @@ class Step:
         inputs = layout.take(LossInputs(mask, advantages, old, placed))
         args = self.state, self.codes, batch, self.learner.put(inputs), count
         if self._update is None:
-            self._update = self.learner.update.lower(*args).compile()
+            self._update = self.learner.update_program.lower(*args).compile()
             memory = self._update.memory_analysis()
             self.update_bytes = (
                 memory.argument_size_in_bytes

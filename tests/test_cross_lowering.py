@@ -53,7 +53,7 @@ def train_step(learner):
         array(rows, jnp.float32),
         rollout_log_probs=array(rows, jnp.float32),
     )
-    return learner.update.trace(state, codes, batch, inputs)
+    return learner.update_program.trace(state, codes, batch, inputs)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Attention over quantised keys and values, and the paged cache that holds them."""
 
-from fp8rl_jax.attention.attention import attention, cached_attention
+from fp8rl_jax.attention.attention import ATTENDED, attention, cached_attention
 from fp8rl_jax.attention.kv_cache import (
     KVCache,
     Placement,
@@ -10,6 +10,7 @@ from fp8rl_jax.attention.kv_cache import (
 from fp8rl_jax.attention.projected import Rotation, decode_step, split_and_rotate
 
 __all__ = [
+    "ATTENDED",
     "KVCache",
     "Placement",
     "Rotation",

@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.attention.dispatch import attend_pages, attend_self, differentiate
@@ -11,6 +12,9 @@ from fp8rl_jax.attention.kv_cache import KVCache, Placement
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.implementation import Implementation
 from fp8rl_jax.numerics import unify_varying
+
+# What a rematerialisation policy may keep for the gradient.
+ATTENDED = "attention"
 
 
 def attention(
@@ -105,7 +109,8 @@ def _attend_self(static, q, k, v, tokens, with_values):
 
 
 def _attention_fwd(static, q, k, v, tokens):
-    out, *residuals = _attend_self(static, q, k, v, tokens, with_values=True)
+    arrays = _attend_self(static, q, k, v, tokens, with_values=True)
+    out, *residuals = (checkpoint_name(x, ATTENDED) for x in arrays)
     return out, (out, *residuals, tokens)
 
 

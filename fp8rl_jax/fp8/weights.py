@@ -43,6 +43,11 @@ class CodedWeight:
     master: Float[Array, "... out in"]
     codes: WeightCodes
 
+    @classmethod
+    def of(cls, master: Float[Array, "... out in"]) -> "CodedWeight":
+        """Quantises a master."""
+        return cls(master, WeightCodes(*quantize_weight(master)))
+
 
 LinearWeight = Float[Array, "... out in"] | ScaledArray | CodedWeight
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from fp8rl_jax.attention import (
+    ATTENDED,
     KVCache,
     Placement,
     Rotation,
@@ -26,14 +28,18 @@ from fp8rl_jax.attention import (
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.fp8.fused import add_and_norm, norm_gated_mlp, norm_linear
 from fp8rl_jax.fp8.gradient_ref import GradientRef
-from fp8rl_jax.fp8.weights import linear
+from fp8rl_jax.fp8.weights import CodedWeight, linear
 from fp8rl_jax.models.qwen3.config import Qwen3Config, param_shapes
 from fp8rl_jax.models.qwen3.fuse import gate_up_widths
 from fp8rl_jax.numerics import by_platform, round_to
 
+PROJECTED = "qkv"
+# "attention" keeps what attention reads and writes: neither it nor the projection
+# before it runs a second time. 32 KB a token and layer at 8B.
 REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(PROJECTED, ATTENDED),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
@@ -157,6 +163,7 @@ class Block(nnx.Module):
             p.linear,
             qkv_proj.gradient_ref,
         )
+        qkv = checkpoint_name(qkv, PROJECTED)
         update, cache = self.attention(qkv, rope, tokens, cache, layer, precision=p)
         norm = self.post_attention_norm
         projections = self.mlp.gate_up_proj, self.mlp.down_proj
@@ -181,6 +188,16 @@ def _add_gradients_to(block: Block, gradients: PyTree[jax.Ref], layer: Array) ->
         if isinstance(module, Linear):
             ref = functools.reduce(lambda tree, key: tree[key], path, gradients)
             module.gradient_ref = nnx.data(GradientRef(ref["kernel"], layer))
+
+
+def _code_masters(block: Block) -> None:
+    """Pairs masters that come without their FP8 codes with them."""
+    # Once, where a layer begins: products of ready codes have kernels of their own.
+    for _, module in nnx.iter_modules(block):
+        if isinstance(module, Linear):
+            kernel = module.kernel.get_value()
+            if isinstance(kernel, jax.Array):
+                module.kernel.set_value(CodedWeight.of(kernel))
 
 
 class Embedding(nnx.Module):
@@ -244,7 +261,7 @@ class Qwen3(nnx.Module):
             row, perhaps with padding after it.
           index: where the tokens of each segment are, see `attention.attention`.
           cache: key-value cache of the batch.
-          remat: name of the rematerialisation policy: "none", "full" or "dots".
+          remat: name of the rematerialisation policy, of REMAT_POLICIES.
           gradients: buffers like the layers' weights. If given, the backward pass adds
             the gradients of the linear kernels to theirs, and the kernels must be
             constants of differentiation.
@@ -264,6 +281,8 @@ class Qwen3(nnx.Module):
             layer, weights = xs
             residual, update, cache = carry
             block = nnx.merge(graph, weights)
+            if precision.linear.forward:
+                _code_masters(block)
             if gradients is not None:
                 _add_gradients_to(block, gradients, layer)
             carry = block(residual, update, rope, where, cache, layer, precision)
