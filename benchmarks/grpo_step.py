@@ -80,6 +80,7 @@ _TOKENS = flags.DEFINE_integer(
 )
 _STEPS = flags.DEFINE_integer("steps", 3, "Measured, after the first.", lower_bound=1)
 _REMAT = flags.DEFINE_string("remat", "full", "Rematerialisation policy.")
+_KEEP_CODES = flags.DEFINE_bool("keep_codes", True, "FP8 codes of all layers.")
 _MOMENTS = flags.DEFINE_string("moments", "bfloat16", "Dtype of the stored moments.")
 _FSDP = flags.DEFINE_integer("fsdp", 1, "Shards of the parameters.")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Shards of heads and features.")
@@ -120,6 +121,7 @@ class Settings:
     new_tokens: int
     tokens_per_micro_batch: int
     remat: str
+    keep_codes: bool
     moments: str
     max_slots: int
 
@@ -152,6 +154,7 @@ class Step:
             functools.partial(policy_loss, config=self._loss),
             vocab_size=vocab_size,
             remat=settings.remat,
+            keep_codes=settings.keep_codes,
             mesh=mesh,
         )
         longest = settings.prompt_length + settings.new_tokens
@@ -207,7 +210,8 @@ class Step:
         done()
         placed = place_on_targets(rollouts.log_probs, mask)
         inputs = layout.take(LossInputs(mask, advantages, old, placed))
-        args = self.state, self.codes, batch, self.learner.put(inputs), count
+        codes = self.learner.release(self.codes)
+        args = self.state, codes, batch, self.learner.put(inputs), count
         if self._update is None:
             self._update = self.learner.update_program.lower(*args).compile()
             memory = self._update.memory_analysis()
@@ -217,7 +221,6 @@ class Step:
                 - memory.alias_size_in_bytes
                 + memory.temp_size_in_bytes
             )
-        self.state = self.codes = None
         if profile:
             result = None
 
@@ -229,8 +232,9 @@ class Step:
             _print_kernels(kernel_times(update))
         else:
             result = self._update(*args)
-        del args
         self.state, self.codes = result.state, result.codes
+        if not s.keep_codes:
+            self.codes = self.learner.quantize(self.state.params)
         done(result)
         metrics = {k: float(v) for k, v in jax.device_get(result.metrics).items()}
         rollout, log_probs, update = np.diff(marks).tolist()
@@ -395,6 +399,7 @@ def main(argv: list[str]) -> None:
         new_tokens=_NEW_TOKENS.value,
         tokens_per_micro_batch=_TOKENS.value,
         remat=_REMAT.value,
+        keep_codes=_KEEP_CODES.value,
         moments=_MOMENTS.value,
         max_slots=_MAX_SLOTS.value,
     )

@@ -17,11 +17,14 @@ penalty 0.01, clip 0.2, validation every 20 steps. It recomputes the old log-pro
 corrects for the sampler by an untruncated importance ratio; here the sampler's
 log-probs are the old ones, which is the same product in one factor.
 
-Hardware: eight H200 (or other GPUs of 141 GB), the state sharded over all of them.
-    One is not enough: masters, f32 Adam moments, FP8 codes and the two gradient
-    buffers of an update take about 180 GB, and the key-value cache of the static
-    sampler at full length (512 x 8192 tokens) about 320 GB.
-Time: not measured yet.
+Moments are stored in bfloat16 (rounded stochastically), sequences packed into rows of
+8,192 tokens.
+
+Hardware: one H200 (141 GB) or more; the state is sharded over all of them. Set
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.92. `python -m fp8rl_jax.plan` says what each part
+    takes: on one, 128.5 GB in an update; 68 sequences of full length at once.
+Time: a step of 512 sequences of 256 + 1,024 tokens, without the KL penalty, took 70.5
+    seconds on one H200 (docs/benchmarks.md); longer ones are not measured yet.
 Result: not measured yet.
 """
 
@@ -50,11 +53,13 @@ def get_config():
     c.loss.clip_ratio_high = 0.2
     c.loss.kl_coefficient = 0.01
     c.loss.kl_type = "k3"
-    c.train.micro_batch_size = 8
+    c.train.tokens_per_micro_batch = 8192
     c.optimizer.learning_rate = 1e-6
     c.optimizer.warmup_steps = 10
     c.optimizer.warmup_start = 0.1
     c.optimizer.weight_decay = 0.1
+    c.optimizer.mu_dtype = "bfloat16"
+    c.optimizer.nu_dtype = "bfloat16"
     c.validation.period = 20
     c.validation.batch_size = 32
     c.checkpoint.period = 20

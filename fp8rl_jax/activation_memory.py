@@ -64,6 +64,9 @@ _FORWARD = {True: _PerToken(2.5, 0, 5), False: _PerToken(2, 0, 8)}
 _KEPT = {
     ("full", True): _PerToken(2 * _BF16, 0, 0),
     ("full", False): _PerToken(2 * _BF16, 0, 0),
+    # The projection; queries, keys and values again, rounded; the result.
+    ("attention", True): _PerToken(2 * _BF16, 3.4, 0),
+    ("attention", False): _PerToken(2 * _BF16, 3.4, 0),
     ("dots", True): _PerToken(2 * _BF16, 0, 0),  # products by kernels are no dots
     ("dots", False): _PerToken(2 * _BF16, 0, 0),
     ("none", True): _PerToken(6, 3.7, 5),

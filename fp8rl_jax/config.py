@@ -79,7 +79,8 @@ def base_config() -> ConfigDict:
     c.train = ConfigDict()
     c.train.micro_batch_size = 32  # rows per forward and backward, over all devices
     c.train.tokens_per_micro_batch = 0  # of a device, packed; 0: rows as above
-    c.train.remat = "full"  # none | full | dots
+    c.train.remat = "full"  # none | attention | full | dots: what is computed again
+    c.train.keep_codes = True  # of all layers in an update; False: a layer at a time
     c.train.max_skipped_updates = 3  # steps in a row with one not finite: then stop
 
     c.optimizer = ConfigDict()  # AdamW on float32 masters

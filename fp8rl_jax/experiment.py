@@ -217,6 +217,7 @@ def build_training(config: ConfigDict, mesh: Mesh | AbstractMesh) -> TrainingSet
         functools.partial(policy_loss, config=algorithm.loss),
         vocab_size=model.vocab_size,
         remat=config.train.remat,
+        keep_codes=config.train.keep_codes,
         mesh=mesh,
     )
     return TrainingSetup(model, recipe, algorithm, learner)
@@ -303,6 +304,7 @@ def _learner(config, model, recipe, mesh, tokenizer, optimizer, loss_fn) -> Lear
         vocab_size=tokenizer.vocab_size,
         temperature=config.sampling.temperature,
         remat=config.train.remat,
+        keep_codes=config.train.keep_codes,
         mesh=mesh,
     )
 

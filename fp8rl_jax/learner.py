@@ -87,6 +87,7 @@ class Learner:
       mesh: device mesh; None for one device.
 
     Attributes:
+      keeps_codes: as given.
       update_program: what :meth:`update` runs, jitted; see :meth:`_update`.
       score: (weights, batch) -> log-probs, see :meth:`_score`.
       quantize: params -> FP8 codes of the linear kernels.
@@ -135,7 +136,7 @@ class Learner:
         self._remat = remat
         self._mesh = mesh
         shardings = self.state_shardings()
-        self._keeps_codes = keep_codes
+        self.keeps_codes = keep_codes
         self.update_program = jax.jit(
             self._update,
             donate_argnums=(0, 1),
@@ -208,20 +209,25 @@ class Learner:
         self, state: TrainState, codes: PyTree, batch: TokenBatch, inputs, count=None
     ) -> UpdateResult:
         """One optimiser step; see :meth:`_update`. ``state`` and ``codes`` are gone."""
-        if not self._keeps_codes:
-            for x in jax.tree.leaves(codes):
-                x.delete()
-            codes = self._no_codes(state.params)
+        codes = self.release(codes)
         result = self.update_program(state, codes, batch, inputs, count)
-        if not self._keeps_codes:
+        if not self.keeps_codes:
             result = result._replace(codes=self.quantize(result.state.params))
         return result
+
+    def release(self, codes: PyTree) -> PyTree:
+        """The codes that an update takes; frees those that it does not keep."""
+        if self.keeps_codes:
+            return codes
+        for x in jax.tree.leaves(codes):
+            x.delete()
+        return self._no_codes(abstract_params(self._config))
 
     def _quantize(self, params):
         """FP8 codes of the linear kernels, as far as the recipe uses any."""
         recipe = self._recipe
         if recipe.rollout.linear.forward or recipe.train.linear.forward:
-            transposed = recipe.train.linear.dgrad and self._keeps_codes
+            transposed = recipe.train.linear.dgrad and self.keeps_codes
             return quantize_weights(params, transposed)
         return self._no_codes(params)
 
@@ -322,7 +328,7 @@ class Learner:
             "finite": finite.astype(jnp.float32),
         }
         state = TrainState(state.step + 1, params, opt_state)
-        codes = self._quantize(params) if self._keeps_codes else self._no_codes(params)
+        codes = self._quantize(params) if self.keeps_codes else self._no_codes(params)
         return UpdateResult(state, codes, metrics, log_probs)
 
 

@@ -123,7 +123,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Adds up what each phase of a step needs.
 
-    Every phase has the masters, the moments, the codes and the reference policy.
+    Every phase has the masters, the moments and the reference policy, and the codes,
+    if an update keeps them.
     Sampling adds its weights, the pages and the largest of its programs; scoring, the
     weights it reads; an update, one gradient buffer that is sharded like the masters,
     what the layers keep for the backward pass, and the backward pass of a layer.
@@ -181,6 +182,8 @@ def plan_memory(
             "programs": forward_bytes(model, linear, tokens, shards),
         }
         phases["log-probs"] = resident | batch | scoring
+    if not learner.keeps_codes:
+        resident.pop("weight codes")
     phases["update"] = (
         resident
         | batch

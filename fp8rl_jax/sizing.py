@@ -159,6 +159,8 @@ def _alternatives(
     options = {}
     if train.remat != "full":
         options["train.remat"] = "full"
+    if train.keep_codes:
+        options["train.keep_codes"] = False
     longest = config.task.max_prompt_length + config.sampling.max_new_tokens
     rows = num_shards(mesh, DEFAULT_RULES, "batch")
     if train.tokens_per_micro_batch:

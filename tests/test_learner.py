@@ -67,7 +67,9 @@ MESHES = {
 
 
 @functools.lru_cache
-def learner(name: str, mesh: str | None = None, tied: bool = False) -> Learner:
+def learner(
+    name: str, mesh: str | None = None, tied: bool = False, **options
+) -> Learner:
     return Learner(
         dataclasses.replace(CONFIG, tie_word_embeddings=tied),
         RECIPES[name],
@@ -77,8 +79,9 @@ def learner(name: str, mesh: str | None = None, tied: bool = False) -> Learner:
         functools.partial(policy_loss, config=LossConfig()),
         vocab_size=VOCAB_SIZE,
         temperature=TEMPERATURE,
-        remat="none",
+        remat=options.pop("remat", "none"),
         mesh=None if mesh is None else make_mesh(**MESHES[mesh]),
+        **options,
     )
 
 

@@ -59,8 +59,22 @@ def test_the_command_plans_for_devices_that_are_not_there():
     assert "512 sequences of 8,192 tokens at once" in done.stdout
 
 
+# What takes more than the configuration does.
+LARGE = {
+    "optimizer__mu_dtype": "float32",
+    "optimizer__nu_dtype": "float32",
+    "train__tokens_per_micro_batch": 0,
+    "train__micro_batch_size": 8,
+}
+
+
 def test_the_command_ends_with_one_line_where_a_run_would():
-    done = plan_command(f"--config={CONFIG}", "--devices=1", "--device_memory_gb=150.7")
+    done = plan_command(
+        f"--config={CONFIG}",
+        "--devices=1",
+        "--device_memory_gb=150.7",
+        *(f"--config.{k.replace('__', '.')}={v}" for k, v in LARGE.items()),
+    )
     assert done.returncode == 1
     assert table_of(done.stdout)["of"]["update"] == "150.7"
     (line,) = done.stderr.splitlines()
@@ -69,7 +83,8 @@ def test_the_command_ends_with_one_line_where_a_run_would():
         r"device and JAX has 150\.7 GB \(XLA_PYTHON_CLIENT_MEM_FRACTION\); what would "
         r"help: "
         r"optimizer\.mu_dtype=bfloat16 and optimizer\.nu_dtype=bfloat16 \(32\.8 GB "
-        r"less\), train\.micro_batch_size=1 \(\d+\.\d GB less\), 2 devices with "
+        r"less\), train\.keep_codes=False \(13\.9 GB less\), "
+        r"train\.micro_batch_size=1 \(\d+\.\d GB less\), 2 devices with "
         r"mesh\.fsdp=2 \(\d+\.\d GB less\)\.$",
         line,
     )
@@ -88,7 +103,11 @@ def test_bad_flags():
     ("devices", "changes", "message"),
     [
         (6, {}, "embed=4096 does not divide into 6 shards"),
-        (16, {}, "batch=8 does not divide into 16 shards"),
+        (
+            16,
+            {"train__tokens_per_micro_batch": 0, "train__micro_batch_size": 8},
+            "batch=8 does not divide into 16 shards",
+        ),
         (8, {"mesh__fsdp": 4}, "needs 4 devices and there are 8"),
         (8, {"model__size": "9b"}, "model.size='9b': choose one of 0.6b"),
         (8, {"recipe": "fp9"}, "Unknown recipe 'fp9'"),
@@ -100,7 +119,7 @@ def test_bad_options(devices, changes, message):
 
 
 def refusal(devices, device_gb, **changes):
-    config = config_of(**changes)
+    config = config_of(**LARGE | changes)
     mesh = make_abstract_mesh(**config.mesh, num_devices=devices)
     plan = plan_run(config, mesh, int(device_gb * GB))
     with pytest.raises(ValueError) as error:
@@ -116,6 +135,7 @@ def test_options_that_save_nothing_are_not_named():
         optimizer__nu_dtype="bfloat16",
         train__micro_batch_size=1,
         train__remat="none",
+        train__keep_codes=False,
     )
     assert "mu_dtype" not in message and "micro_batch" not in message
     assert "train.remat=full" in message
@@ -129,7 +149,7 @@ def test_the_saving_is_what_the_option_saves():
     (saved,) = re.findall(r"train\.micro_batch_size=1 \((.*?) GB less", message)
     peaks = [
         plan_run(
-            config_of(train__micro_batch_size=rows),
+            config_of(**LARGE | {"train__micro_batch_size": rows}),
             make_abstract_mesh(1, 1, 1, 1),
             int(138.7 * GB),
         ).peak("update")

@@ -7,6 +7,7 @@ import pytest
 
 from fp8rl_jax.config import base_config
 from fp8rl_jax.console import Reporter
+from fp8rl_jax.data.layout import lay_out_rows
 from fp8rl_jax.data.prompts import tokenize_prompts
 from fp8rl_jax.data.tokenizer import ByteTokenizer
 from fp8rl_jax.learner import UpdateResult
@@ -33,7 +34,8 @@ class CountingLearner:
     def put(self, batch):
         return batch
 
-    def update(self, state, codes, batch, inputs):
+    def update(self, state, codes, batch, inputs, count):
+        assert count == len(batch.tokens)
         assert codes == f"codes of {state.params}"
         self.batches.append((batch, inputs))
         state = types.SimpleNamespace(params=state.params + 1)
@@ -80,6 +82,7 @@ class Run:
                 task.train_source, lambda e: task.render(e, TOKENIZER), 16
             ),
             warm_start_learner=lambda: self.learner,
+            layout=lambda batch, mask: lay_out_rows(batch, mask, 4),
         )
         self.accuracy = accuracy
         self.stop_at = stop_at
