@@ -1,9 +1,42 @@
-"""Command lines: what is wrong with one becomes one line."""
+"""Command lines: the flags they share; what is wrong with one becomes one line."""
 
 import sys
 from collections.abc import Callable
 
 from absl import app, flags
+
+_PROCESSES = (
+    flags.DEFINE_string(
+        "coordinator_address", None, "HOST:PORT of process 0, where nothing detects it."
+    ),
+    flags.DEFINE_integer("num_processes", None, "Processes of the run, likewise."),
+    flags.DEFINE_integer("process_id", None, "Index of this process, likewise."),
+)
+_DETECT = flags.DEFINE_bool(
+    "detect_cluster",
+    None,
+    "Whether jax.distributed detects the processes; by default where the environment "
+    "tells how many there are.",
+)
+_TIMEOUT = flags.DEFINE_integer(
+    "initialization_timeout", 300, "Seconds to wait for the other processes."
+)
+
+
+def join_processes() -> None:
+    """Joins the processes of the run, as the flags or the environment say.
+
+    Raises:
+      ValueError: as of `initialize_distributed`.
+    """
+    # Imports JAX: not before the flags are right.
+    from fp8rl_jax.parallel.start import initialize_distributed
+
+    initialize_distributed(
+        **{flag.name: flag.value for flag in _PROCESSES},
+        detect=_DETECT.value,
+        initialization_timeout=_TIMEOUT.value,
+    )
 
 
 def flags_parser(config: flags.FlagHolder) -> Callable[[list[str]], list[str]]:

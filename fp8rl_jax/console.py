@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from fp8rl_jax.parallel.start import is_primary
 from fp8rl_jax.rollout import Completion, Session
 
 DEFAULT_COLUMNS = {
@@ -30,6 +31,12 @@ class Sample:
     reward: float
 
 
+def say(text: str) -> None:
+    """Prints a line for the user, on the primary process alone."""
+    if is_primary():
+        print(text, flush=True)
+
+
 class Reporter:
     """Shows progress: a live bar on a terminal, otherwise one line per step.
 
@@ -40,7 +47,7 @@ class Reporter:
       label: Shown before the step, such as ``"grpo"``.
       columns: Label to metric name. A metric absent from a step keeps the value it
         had last: validation does not happen every step.
-      console: Where to print; stdout by default.
+      console: Where to print; the primary process's stdout by default.
     """
 
     def __init__(
@@ -50,7 +57,9 @@ class Reporter:
         columns: Mapping[str, str] | None = None,
         console: Console | None = None,
     ):
-        self.console = Console() if console is None else console
+        if console is None:
+            console = Console(quiet=not is_primary())
+        self.console = console
         self._total = total_steps
         self._label = label
         self._columns = dict(DEFAULT_COLUMNS if columns is None else columns)

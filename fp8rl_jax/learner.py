@@ -196,13 +196,17 @@ class Learner:
         return TrainState(step, params, opt_state)
 
     def put(self, batch: PyTree[np.ndarray]) -> PyTree[Array]:
-        """Host arrays [micro-batches, rows, ...] to the devices, rows split."""
+        """Host arrays [micro-batches, rows, ...] to the devices, rows split.
+
+        Every process has all rows, and copies those of its own devices.
+        """
         if self._mesh is None:
             return jax.tree.map(jnp.asarray, batch)
         spec = PartitionSpec(None, DEFAULT_RULES.batch)
         sharding = NamedSharding(self._mesh, spec)
         return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, x), batch
+            lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape),
+            batch,
         )
 
     def update(

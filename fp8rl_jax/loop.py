@@ -12,7 +12,7 @@ from jaxtyping import Float, PyTree
 from ml_collections import ConfigDict
 
 from fp8rl_jax.checkpoint import Checkpointer, CheckpointError, all_finite
-from fp8rl_jax.console import Reporter, Sample, print_table
+from fp8rl_jax.console import Reporter, Sample, print_table, say
 from fp8rl_jax.data.batching import place_on_targets, token_rows
 from fp8rl_jax.data.prompts import PromptBatch, PromptIterator
 from fp8rl_jax.experiment import Experiment, build
@@ -25,6 +25,7 @@ from fp8rl_jax.learner import TrainState
 from fp8rl_jax.learning_curve import plot_learning_curve
 from fp8rl_jax.metrics import open_metrics
 from fp8rl_jax.non_finite import SkippedUpdates
+from fp8rl_jax.parallel.processes import check_same, fetch
 from fp8rl_jax.parallel.start import is_primary
 from fp8rl_jax.preemption import PreemptionGuard
 from fp8rl_jax.resume import check_config_compatible
@@ -144,18 +145,22 @@ class _Run:
         """Starts or resumes, trains to the last step, reports."""
         self._describe()
         resumed = self._checkpointer.latest_step()
+        check_same(
+            {"configuration": self._config.to_dict(), "latest checkpoint": resumed},
+            "give all the same flags, and a run_dir on a file system that they share",
+        )
         self._checkpointer.check_space(
             self._abstract_arrays(), self._saves_to_come(resumed)
         )
         if resumed is None:
             started = self._start()
             if started is None:
-                print("Stopped during the warm start; it begins anew next time.")
+                say("Stopped during the warm start; it begins anew next time.")
                 return Result(0, False, self._accuracy, self._run_dir)
             state, reference, step = *started, 0
         else:
             state, reference, step = *self._resume(), resumed
-            print(f"Resuming after step {step} from {self._checkpointer.directory}.")
+            say(f"Resuming after step {step} from {self._checkpointer.directory}.")
         codes = self._learner.quantize(state.params)
         total = self._config.grpo.num_steps
         with (
@@ -212,7 +217,7 @@ class _Run:
     def _describe(self) -> None:
         e, c = self._experiment, self._config
         model = c.model.path or f"random weights, size {c.model.size}"
-        print(
+        say(
             f"Model: {model}, {e.model.num_parameters:,} parameters. "
             f"Recipe: {c.recipe}. "
             f"Mesh: {dict(e.mesh.shape)} of {jax.devices()[0].device_kind}.\n"
@@ -221,7 +226,7 @@ class _Run:
             f"{len(e.validation_prompts)} held out."
         )
         if not e.recipe.one_policy and e.algorithm.loss.tis_ratio is None:
-            print(
+            say(
                 f"Warning: recipe {c.recipe!r} samples and trains in different "
                 "precision and loss.tis_ratio is off. For truncated importance "
                 "sampling set it to 2.0 and loss.old_policy to 'recomputed'."
@@ -408,7 +413,7 @@ class _Run:
         layout = self._experiment.layout(tokens, mask)
         batch, count = self._learner.put(layout.batch), layout.num_micro_batches
         scored = self._learner.score(weights, batch, np.int32(count))
-        return layout.restore(np.asarray(scored))
+        return layout.restore(fetch(scored, self._experiment.mesh))
 
     def _updates(self, state, codes, tokens, inputs, step):
         """Every optimiser step that one rollout batch serves."""
@@ -513,7 +518,7 @@ class _Run:
     def _finish(self, step: int) -> Result:
         finished = step >= self._config.grpo.num_steps
         if not finished:
-            print(f"Stopped after step {step}; the same command resumes the run.")
+            say(f"Stopped after step {step}; the same command resumes the run.")
         if is_primary():
             if self._accuracy:
                 rows = [

@@ -9,7 +9,7 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from fp8rl_jax.command_line import flags_parser
+from fp8rl_jax.command_line import flags_parser, join_processes
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Path of a configuration file.", lock_config=True
@@ -25,10 +25,9 @@ def main(argv: list[str]) -> None:
     # Imports JAX: not before the flags are right.
     from fp8rl_jax.compilation_cache import use_compilation_cache
     from fp8rl_jax.loop import train
-    from fp8rl_jax.parallel.start import initialize_distributed
 
-    initialize_distributed()
     try:
+        join_processes()
         use_compilation_cache(_CONFIG.value.compilation_cache)
         train(_CONFIG.value)
     except (ValueError, FloatingPointError) as error:

@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 from fp8rl_jax.console import Sample
 from fp8rl_jax.data.prompts import PromptSet
 from fp8rl_jax.data.tokenizer import Tokenizer
+from fp8rl_jax.parallel.processes import exchange, own_share
 from fp8rl_jax.rollout import FinishReason, Prompts, RolloutEngine, SamplingParams
 from fp8rl_jax.rollout.types import Rollouts
 from fp8rl_jax.tasks.base import Example, Grade
@@ -22,12 +23,17 @@ def grade_rollouts(
 ) -> tuple[list[Grade], list[str]]:
     """Grades every completion; ``examples`` has one entry per row.
 
+    Each process grades a share and passes its verdicts on: a grader that times out on
+    one of them counts as such on all.
+
     Returns:
       The grades and the decoded completions.
     """
     ids = [completion.tolist() for completion in rollouts.completions()]
     texts = [tokenizer.decode(row) for row in ids]
-    return pool.grade(list(zip(examples, texts, ids, strict=True))), texts
+    samples = list(zip(examples, texts, ids, strict=True))
+    shares = exchange(pool.grade(own_share(samples)))
+    return [grade for share in shares for grade in share], texts
 
 
 def validate(

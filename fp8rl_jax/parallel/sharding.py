@@ -107,26 +107,25 @@ def shard_batch(
     Args:
       mesh: The mesh.
       rules: Logical axis to mesh axes.
-      arrays: Tree of host arrays ``[rows, ...]``: the rows of this process, which
-        with one process are all rows.
+      arrays: Tree of host arrays ``[rows, ...]``: all rows, on every process. A
+        process copies those of its own devices.
 
     Returns:
-      Global arrays; their row count is the sum over processes.
+      Global arrays of the same shapes.
 
     Raises:
-      ValueError: if the global row count does not divide into the batch shards.
+      ValueError: if the row count does not divide into the batch shards.
     """
     shards = num_shards(mesh, rules, "batch")
     sharding = named_sharding(mesh, rules, ("batch",))
 
     def put(x: Shaped[np.ndarray, "rows ..."]) -> Array:
-        rows = x.shape[0] * jax.process_count()
-        if rows % shards:
+        if x.shape[0] % shards:
             raise ValueError(
-                f"a batch of {rows} rows does not divide into {shards} shards "
+                f"a batch of {x.shape[0]} rows does not divide into {shards} shards "
                 f"({rules.batch}); pad it or change the mesh sizes"
             )
-        return jax.make_array_from_process_local_data(sharding, x)
+        return jax.make_array_from_process_local_data(sharding, x, x.shape)
 
     return jax.tree.map(put, arrays)
 

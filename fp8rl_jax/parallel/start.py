@@ -5,6 +5,11 @@ from collections.abc import Mapping
 
 import jax
 
+# A process that has sent no heartbeat for so long is dead, and the others end.
+_HEARTBEAT_TIMEOUT_S = 30
+# One that ends waits so long for the others: all end together, or all fail.
+_SHUTDOWN_TIMEOUT_S = 15
+
 
 def cluster_size_hint(environ: Mapping[str, str]) -> int:
     """Returns how many processes the launcher started, as its variables say.
@@ -29,8 +34,13 @@ def initialize_distributed(
     num_processes: int | None = None,
     process_id: int | None = None,
     detect: bool | None = None,
+    *,
+    initialization_timeout: int = 300,
 ) -> None:
     """Joins the processes of one run; call before any other use of JAX.
+
+    A process that dies without a word ends the others after 30 s, and one that ends
+    with an error, after 15 s: see `jax.distributed`'s heartbeat and shutdown timeouts.
 
     Args:
       coordinator_address: ``host:port`` of process 0, where nothing detects it.
@@ -39,9 +49,11 @@ def initialize_distributed(
       detect: True asks `jax.distributed` to detect the cluster (needed where the
         environment does not give the size, as on Kubernetes and bare TPU VMs),
         False stays with one process, None looks at the environment.
+      initialization_timeout: Seconds to wait for the other processes.
 
     Raises:
-      ValueError: if only some of the three explicit values are given.
+      ValueError: if only some of the three explicit values are given, they cannot be
+        right, or the processes do not find each other in time.
     """
     explicit = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in explicit):
@@ -50,13 +62,48 @@ def initialize_distributed(
                 "coordinator_address, num_processes and process_id go together; got "
                 f"{explicit}"
             )
+        _check_explicit(coordinator_address, num_processes, process_id)
         if num_processes > 1:
-            jax.distributed.initialize(*explicit)
+            _initialize(initialization_timeout, *explicit)
         return
     if detect is None:
         detect = cluster_size_hint(os.environ) > 1
     if detect:
-        jax.distributed.initialize()
+        _initialize(initialization_timeout)
+
+
+def _check_explicit(coordinator_address: str, num_processes: int, process_id: int):
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id={process_id} must be at least 0 and below "
+            f"num_processes={num_processes}"
+        )
+    host, _, port = coordinator_address.rpartition(":")
+    if not (host and port.isdigit()):
+        raise ValueError(
+            f"coordinator_address={coordinator_address!r} must be HOST:PORT of process 0"
+        )
+
+
+def _initialize(timeout: int, *explicit) -> None:
+    try:
+        jax.distributed.initialize(
+            *explicit,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"coordinator {explicit[0]}" if explicit else "cluster as detected"
+        raise ValueError(
+            f"the processes did not find each other within {timeout} s ({where}): "
+            "start as many as num_processes says, each with its own process_id, where "
+            f"they can reach the coordinator's port; {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def is_primary() -> bool:

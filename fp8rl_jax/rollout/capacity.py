@@ -3,10 +3,10 @@
 import dataclasses
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from fp8rl_jax.attention import SharedPrefix, page_size
+from fp8rl_jax.parallel.processes import exchange
 from fp8rl_jax.rollout.programs import Policy, page_bytes
 from fp8rl_jax.rollout.slots import power_of_two
 
@@ -225,8 +225,11 @@ def _share_prefixes(limits, platform) -> bool | None:
 
 
 def _free_bytes(devices) -> int | None:
-    """Of the fullest device; None where the platform does not say."""
-    stats = [device.memory_stats() for device in devices]
-    if not all(stats):
-        return None
-    return int(np.min([s["bytes_limit"] - s["bytes_in_use"] for s in stats]))
+    """Of the fullest device of all processes; None where a platform does not say."""
+    here = jax.process_index()
+    stats = [d.memory_stats() for d in devices if d.process_index == here]
+    free = None
+    if all(stats):
+        free = min(int(s["bytes_limit"] - s["bytes_in_use"]) for s in stats)
+    everywhere = exchange(free)  # Schedulers must not differ.
+    return None if None in everywhere else min(everywhere)

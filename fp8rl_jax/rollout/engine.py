@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, PyTree
 
 from fp8rl_jax.fp8 import Precision
 from fp8rl_jax.models.qwen3.config import Qwen3Config
+from fp8rl_jax.parallel.processes import fetch
 from fp8rl_jax.rollout import programs
 from fp8rl_jax.rollout.capacity import Capacity, EngineLimits, plan_capacity
 from fp8rl_jax.rollout.plans import DecodePlan
@@ -379,7 +379,7 @@ class Session:
             truncated=truncated,
             policy=self._policy,
         )
-        return self._scheduler.record(plan, *jax.device_get(drawn))
+        return self._scheduler.record(plan, *fetch(drawn, self._policy.mesh))
 
 
 def _check_prompts(prompts: Prompts, sampling: SamplingParams, vocab_size: int) -> None:

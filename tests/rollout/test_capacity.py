@@ -18,6 +18,7 @@ class Weights:
         self._devices = [
             types.SimpleNamespace(
                 platform=platform,
+                process_index=0,
                 memory_stats=lambda n=n: (
                     n and {"bytes_limit": 10 * n, "bytes_in_use": 9 * n}
                 ),
