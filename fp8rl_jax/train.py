@@ -25,11 +25,19 @@ def main(argv: list[str]) -> None:
     # Imports JAX: not before the flags are right.
     from fp8rl_jax.compilation_cache import use_compilation_cache
     from fp8rl_jax.loop import train
+    from fp8rl_jax.parallel.failure import ending_together
+    from fp8rl_jax.parallel.start import is_primary
 
     try:
         join_processes()
         use_compilation_cache(_CONFIG.value.compilation_cache)
-        train(_CONFIG.value)
+        if not is_primary():
+            logging.set_verbosity(logging.ERROR)
+        with ending_together(
+            "Restart: the run resumes from the last checkpoint in "
+            f"{_CONFIG.value.run_dir}/checkpoints."
+        ):
+            train(_CONFIG.value)
     except (ValueError, FloatingPointError) as error:
         logging.debug("", exc_info=True)
         sys.exit(f"error: {error}")

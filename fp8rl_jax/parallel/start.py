@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import jax
 
+from fp8rl_jax.parallel.failure import LastWords
+
 # A process that has sent no heartbeat for so long is dead, and the others end.
 _HEARTBEAT_TIMEOUT_S = 30
-# One that ends waits so long for the others: all end together, or all fail.
-_SHUTDOWN_TIMEOUT_S = 15
 
 
 def cluster_size_hint(environ: Mapping[str, str]) -> int:
@@ -39,8 +39,8 @@ def initialize_distributed(
 ) -> None:
     """Joins the processes of one run; call before any other use of JAX.
 
-    A process that dies without a word ends the others after 30 s, and one that ends
-    with an error, after 15 s: see `jax.distributed`'s heartbeat and shutdown timeouts.
+    From then on a process that dies ends the others, after 30 s without a heartbeat at
+    the latest.
 
     Args:
       coordinator_address: ``host:port`` of process 0, where nothing detects it.
@@ -53,7 +53,8 @@ def initialize_distributed(
 
     Raises:
       ValueError: if only some of the three explicit values are given, they cannot be
-        right, or the processes do not find each other in time.
+        right, or no cluster is detected. (If the processes do not meet in time,
+        `jax.distributed` aborts this one; stderr ends with what to do.)
     """
     explicit = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in explicit):
@@ -86,24 +87,30 @@ def _check_explicit(coordinator_address: str, num_processes: int, process_id: in
 
 
 def _initialize(timeout: int, *explicit) -> None:
+    if explicit:
+        where = f"the {explicit[1]} processes did not meet at {explicit[0]}"
+    else:
+        where = "the processes that jax.distributed detects did not meet"
+    failure = (
+        f"{where} within initialization_timeout={timeout} s: start all of them, where "
+        "they can reach process 0"
+    )
+    words = LastWords(f"error: {failure}.")  # Out of time it aborts the process.
     try:
         jax.distributed.initialize(
             *explicit,
             initialization_timeout=timeout,
             heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
-            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
         )
-    except (RuntimeError, ValueError) as error:
-        where = f"coordinator {explicit[0]}" if explicit else "cluster as detected"
+    except ValueError as error:
         raise ValueError(
-            f"the processes did not find each other within {timeout} s ({where}): "
-            "start as many as num_processes says, each with its own process_id, where "
-            f"they can reach the coordinator's port; {_first_line(error)}"
+            f"jax.distributed detects no cluster ({error}): give coordinator_address, "
+            "num_processes and process_id"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    except RuntimeError as error:
+        raise ValueError(f"{failure} ({error})") from error
+    finally:
+        words.release()
 
 
 def is_primary() -> bool:
