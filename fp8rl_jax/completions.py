@@ -18,7 +18,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Sink(contextlib.AbstractContextManager):
-    """Takes completions; a context manager."""
+    """Takes completions; a context manager. This one drops them."""
 
     def on_tokens(
         self,

@@ -15,7 +15,7 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from fp8rl_jax.command_line import flags_parser
+from fp8rl_jax.command_line import flags_parser, join_processes
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Path of a configuration file.", lock_config=True
@@ -48,11 +48,14 @@ def main(argv: list[str]) -> None:
     # Imports JAX: not before the flags are right.
     from fp8rl_jax.compilation_cache import use_compilation_cache
     from fp8rl_jax.generation import Options, generate
+    from fp8rl_jax.parallel.failure import ending_together
 
     try:
         options = Options(**{flag.name: flag.value for flag in _OPTIONS})
+        join_processes()
         use_compilation_cache(_CONFIG.value.compilation_cache)
-        finished = generate(_CONFIG.value, options)
+        with ending_together("The same command begins anew."):
+            finished = generate(_CONFIG.value, options)
     except (ValueError, OSError, FloatingPointError) as error:
         logging.debug("", exc_info=True)
         sys.exit(f"error: {error}")

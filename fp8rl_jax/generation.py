@@ -19,6 +19,8 @@ from fp8rl_jax.console import RolloutProgress
 from fp8rl_jax.data.tokenizer import Tokenizer
 from fp8rl_jax.experiment import ModelSetup, build_model, engine_limits
 from fp8rl_jax.jobs import Job, JobReader
+from fp8rl_jax.parallel.processes import check_same
+from fp8rl_jax.parallel.start import is_primary
 from fp8rl_jax.preemption import PreemptionGuard
 from fp8rl_jax.rollout import ContinuousRolloutEngine, SamplingParams, Session
 from fp8rl_jax.sampler_weights import load_weights
@@ -89,7 +91,7 @@ class Options:
 
 
 def generate(config: ConfigDict, options: Options) -> bool:
-    """Draws completions; prints or writes them.
+    """Draws completions; the primary process prints or writes them.
 
     Returns:
       False if a signal ended it early.
@@ -112,6 +114,10 @@ def generate(config: ConfigDict, options: Options) -> bool:
         setup.mesh,
         limits=engine_limits(config),
         decode=tokenizer.decode,
+    )
+    check_same(
+        {"configuration": config.to_dict(), "options": options, "input": jobs},
+        "give all the same flags and files",
     )
     with _sink(options, jobs, tokenizer) as sink, jax.set_mesh(setup.mesh):
         weights, source = load_weights(config, setup, options.checkpoint, options.step)
@@ -138,6 +144,8 @@ def generate(config: ConfigDict, options: Options) -> bool:
 
 
 def _sink(options: Options, jobs: Sequence[Job], tokenizer: Tokenizer) -> Sink:
+    if not is_primary():
+        return Sink()
     if options.output is not None:
         return CompletionWriter(options.output, jobs, tokenizer.decode)
     if options.stream:
@@ -169,6 +177,7 @@ def _run(session: Session, jobs: Sequence[Job], sink: Sink, quiet: bool) -> bool
     """Samples all jobs; returns whether it came to the end."""
     numbers = {session.submit(job.request): i for i, job in enumerate(jobs)}
     total = sum(job.request.sampling.num_samples for job in jobs)
+    quiet = quiet or not is_primary()
     progress = RolloutProgress(total, Console(stderr=True, quiet=quiet))
     with PreemptionGuard("stopping after this step") as guard, progress:
         while session.has_work and not guard.should_stop():
@@ -181,4 +190,5 @@ def _run(session: Session, jobs: Sequence[Job], sink: Sink, quiet: bool) -> bool
 
 def _note(text: str) -> None:
     """Tells the user; stdout has completions alone."""
-    print(text, file=sys.stderr, flush=True)
+    if is_primary():
+        print(text, file=sys.stderr, flush=True)

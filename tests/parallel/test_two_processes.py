@@ -15,6 +15,7 @@ WORKER = textwrap.dedent(
     import numpy as np
     from fp8rl_jax.checkpoint import Checkpointer, all_finite
     from fp8rl_jax.parallel.mesh import make_mesh
+    from fp8rl_jax.parallel.processes import check_same, exchange, fetch, own_share
     from fp8rl_jax.parallel.rules import DEFAULT_RULES
     from fp8rl_jax.parallel.sharding import named_sharding, shard_batch
     from fp8rl_jax.parallel.start import initialize_distributed, is_primary
@@ -25,10 +26,28 @@ WORKER = textwrap.dedent(
     assert is_primary() == (rank == 0)
     mesh = make_mesh(data=2, fsdp=2)
 
-    rows = np.arange(4, dtype=np.float32) + 4 * rank  # this process's half
+    rows = np.arange(16, dtype=np.float32).reshape(8, 2)
     batch = shard_batch(mesh, DEFAULT_RULES, rows)
-    assert batch.shape == (8,)
-    assert float(jax.jit(jnp.sum)(batch)) == 28.0
+    assert batch.shape == (8, 2)
+    for shard in batch.addressable_shards:
+        assert np.array_equal(shard.data, rows[shard.index])
+    assert float(jax.jit(jnp.sum)(batch)) == 120.0
+    assert not batch.is_fully_addressable
+    assert np.array_equal(fetch({"rows": batch}, mesh)["rows"], rows)
+
+    samples = ["a", "b", "c", "d", "e"]
+    share = own_share(samples)
+    assert share == (["c", "d", "e"] if rank else ["a", "b"])
+    graded = exchange([x * 100 ** rank for x in share])  # of other sizes
+    assert graded == [["a", "b"], ["c" * 100, "d" * 100, "e" * 100]]
+    check_same({"seed": 1, "step": None}, "unused")
+    try:
+        check_same({"seed": 1, "step": rank or None}, "share a file system")
+    except ValueError as error:
+        expected = "step is None on process 0 and 1 on process 1: share a file system."
+        assert str(error) == expected, error
+    else:
+        raise AssertionError("not noticed")
 
     sharding = named_sharding(mesh, DEFAULT_RULES, ("mlp", "embed"))
     make = jax.jit(
