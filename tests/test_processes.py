@@ -167,11 +167,11 @@ def test_two_processes_train_as_one_and_end_together(make_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "fsdp": 2}])
-def test_four_processes_train_as_one(make_run, mesh):
+def test_four_processes_train_as_one(make_run):
     """FP8, after a warm start, with parameters in shards."""
-    options = {f"mesh.{axis}": size for axis, size in mesh.items()}
-    options |= {
+    options = {
+        "mesh.data": 2,
+        "mesh.fsdp": 2,
         "grpo.num_steps": 2,
         "warm_start.eval_period": 1,
         "warm_start.stop_accuracy": 0.0,  # after its first step
@@ -181,7 +181,7 @@ def test_four_processes_train_as_one(make_run, mesh):
     four.finish(four.start(4, 1), timeout=600)
     one.finish(one.start(1, 4), timeout=600)
     lines = one.lines()
-    assert any(line["train/loss"] != 0 for line in lines if line["phase"] == "grpo")
+    assert any(line.get("train/probs_ratio_max", 1.0) > 1.0 for line in lines)
     assert four.lines() == lines  # exactly
 
 

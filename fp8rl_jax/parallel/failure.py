@@ -66,7 +66,7 @@ def ending_together(remedy: str) -> Iterator[None]:
     except BaseException:
         # Processes that still work will never join this one's shutdown. Ending takes
         # no Python, which may be waiting for a device by then.
-        silent = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
+        silent = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=silent)
         raise
     words.release()

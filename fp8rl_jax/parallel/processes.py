@@ -8,7 +8,7 @@ process's own work become so. With one process they do nothing.
 import functools
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +16,6 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
-
-T = TypeVar("T")
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -42,7 +40,7 @@ def fetch(tree: PyTree[jax.Array], mesh: Mesh | None) -> PyTree[np.ndarray]:
     return jax.device_get(tree)
 
 
-def exchange(value: T) -> list[T]:
+def exchange[T](value: T) -> list[T]:
     """Returns every process's value, in the order of processes; a collective.
 
     Args:
@@ -60,7 +58,7 @@ def exchange(value: T) -> list[T]:
     ]
 
 
-def own_share(items: Sequence[T]) -> Sequence[T]:
+def own_share[T](items: Sequence[T]) -> Sequence[T]:
     """Returns the consecutive items that are this process's to work on.
 
     The shares of all processes, in their order, are the items.

@@ -82,7 +82,8 @@ def _check_explicit(coordinator_address: str, num_processes: int, process_id: in
     host, _, port = coordinator_address.rpartition(":")
     if not (host and port.isdigit()):
         raise ValueError(
-            f"coordinator_address={coordinator_address!r} must be HOST:PORT of process 0"
+            f"coordinator_address={coordinator_address!r} must be HOST:PORT, where "
+            "process 0 runs"
         )
 
 
