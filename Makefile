@@ -17,6 +17,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 ON_CPU := JAX_PLATFORMS=cpu
+# Processes that share the tests, by files; each takes about 3 GB.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-gpu lint format clean
@@ -41,7 +43,7 @@ demo: setup
 	  --config.run_dir=runs/demo
 
 test: setup
-	$(ON_CPU) $(BIN)/python -m pytest -m "not slow"
+	$(ON_CPU) $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: setup
 	$(ON_CPU) $(BIN)/python -m pytest -m slow
