@@ -23,6 +23,7 @@ VOCAB_SIZE = 151_669  # the tokenizer's; the model has 151,936 rows
 RECIPE = get_recipe("fp8")
 SEQUENCES = 512
 ROWS, TOKENS = 4, 8192
+PLACES, LONGEST = 6, 2048  # sequences of a packed row
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +47,15 @@ def train_step(learner):
     """The traced optimiser step: two micro-batches of four packed rows."""
     state = learner.abstract_state()
     codes = jax.eval_shape(learner.quantize, state.params)
-    rows = (2, ROWS, TOKENS)
-    batch = TokenBatch(*(array(rows) for _ in TokenBatch._fields))
+    packed, rows = (2, ROWS, TOKENS), (2, ROWS * PLACES, LONGEST)
+    index = array((2, ROWS, PLACES, LONGEST))
+    batch = TokenBatch(*(array(packed) for _ in range(4)), index)
     inputs = LossInputs(
         array(rows, jnp.bool_),
         array(rows, jnp.float32),
         rollout_log_probs=array(rows, jnp.float32),
     )
-    return learner.update_program.trace(state, codes, batch, inputs)
+    return learner.update_program.trace(state, codes, batch, inputs, array(()))
 
 
 @pytest.fixture(scope="module")
