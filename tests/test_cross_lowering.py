@@ -1,4 +1,4 @@
-"""The 8B train step and sampler lower for CUDA and TPU from shapes alone."""
+"""The 8B train step and sampler lower for CUDA and TPU, for 64 devices, from shapes."""
 
 import functools
 import math
@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 
 from fp8rl_jax.data.batching import TokenBatch
 from fp8rl_jax.fp8 import BLOCK, get_recipe
@@ -15,14 +16,18 @@ from fp8rl_jax.learner import Learner
 from fp8rl_jax.logprobs import chunking
 from fp8rl_jax.models.qwen3.config import QWEN3_SIZES
 from fp8rl_jax.optimizer import OptimizerConfig
+from fp8rl_jax.parallel.mesh import make_abstract_mesh
+from fp8rl_jax.parallel.rules import DEFAULT_RULES
 from fp8rl_jax.rollout import programs
 from fp8rl_jax.rollout.plans import SharedPages
 
 CONFIG = QWEN3_SIZES["8b"]
 VOCAB_SIZE = 151_669  # the tokenizer's; the model has 151,936 rows
 RECIPE = get_recipe("fp8")
-SEQUENCES = 512
-ROWS, TOKENS = 4, 8192
+MESH = make_abstract_mesh(data=4, fsdp=8, tensor=2, num_devices=64)
+SHARDS = 32  # of rows
+SEQUENCES = 512 * SHARDS
+ROWS, TOKENS = SHARDS, 8192
 PLACES, LONGEST = 6, 2048  # sequences of a packed row
 
 
@@ -35,27 +40,33 @@ def learner():
         functools.partial(policy_loss, config=LossConfig(tis_ratio=2.0)),
         vocab_size=VOCAB_SIZE,
         remat="full",
+        mesh=MESH,
     )
 
 
-def array(shape, dtype=jnp.int32):
-    return jax.ShapeDtypeStruct(shape, dtype)
+def array(shape, dtype=jnp.int32, axes=()):
+    sharding = NamedSharding(MESH, DEFAULT_RULES.spec(axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+micro_batches = functools.partial(array, axes=(None, "batch"))
 
 
 @pytest.fixture(scope="module")
 def train_step(learner):
-    """The traced optimiser step: two micro-batches of four packed rows."""
+    """The traced optimiser step: two micro-batches, a packed row on every shard."""
     state = learner.abstract_state()
     codes = jax.eval_shape(learner.quantize, state.params)
     packed, rows = (2, ROWS, TOKENS), (2, ROWS * PLACES, LONGEST)
-    index = array((2, ROWS, PLACES, LONGEST))
-    batch = TokenBatch(*(array(packed) for _ in range(4)), index)
+    index = micro_batches((2, ROWS, PLACES, LONGEST))
+    batch = TokenBatch(*(micro_batches(packed) for _ in range(4)), index)
     inputs = LossInputs(
-        array(rows, jnp.bool_),
-        array(rows, jnp.float32),
-        rollout_log_probs=array(rows, jnp.float32),
+        micro_batches(rows, jnp.bool_),
+        micro_batches(rows, jnp.float32),
+        rollout_log_probs=micro_batches(rows, jnp.float32),
     )
-    return learner.update_program.trace(state, codes, batch, inputs, array(()))
+    with jax.sharding.use_abstract_mesh(MESH):
+        return learner.update_program.trace(state, codes, batch, inputs, array(()))
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +75,13 @@ def sampler(learner):
     params = learner.abstract_state().params
     codes = jax.eval_shape(learner.quantize, params)
     weights = jax.eval_shape(learner.rollout_weights, params, codes)
-    policy = programs.Policy(CONFIG, RECIPE.rollout, VOCAB_SIZE)
+    policy = programs.Policy(CONFIG, RECIPE.rollout, VOCAB_SIZE, MESH)
     create = functools.partial(programs.create_pool, policy, 4000, BLOCK)
     return weights, policy, jax.eval_shape(create)
 
 
 def trace_decode(sampler, shared=None):
-    """The traced burst of decode steps of 512 sequences."""
+    """The traced burst of decode steps of 512 sequences a shard."""
     weights, policy, pool = sampler
     ints, floats = array((SEQUENCES,)), array((SEQUENCES,), jnp.float32)
     rows = programs.Rows(
@@ -95,9 +106,10 @@ def decode(sampler):
 
 @pytest.fixture(scope="module")
 def prefill(sampler):
-    """The traced prefill of 16 chunks."""
+    """The traced prefill of 16 chunks a shard."""
     weights, policy, pool = sampler
-    chunks = programs.Chunks(array((16, 512)), array((16,)), array((16, 64)))
+    rows = 16 * SHARDS
+    chunks = programs.Chunks(array((rows, 512)), array((rows,)), array((rows, 64)))
     return programs.prefill.trace(weights, pool, chunks, policy=policy)
 
 
