@@ -92,9 +92,10 @@ def test_gradients_are_those_of_jax_grad(recipe, remat, tied):
         )
         return jnp.sum(log_probs * weights)
 
+    arrays = batch, inputs.weights
     each = [
-        jax.device_get(one(params, TokenBatch(*xs[:-1]), xs[-1]))
-        for xs in zip(*batch, inputs.weights, strict=True)
+        jax.device_get(one(params, *jax.tree.map(lambda x, i=i: x[i], arrays)))
+        for i in range(len(tokens))
     ]
     expected = jax.tree.map(lambda *xs: sum(np.float64(x) for x in xs), *each)
     for x, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):

@@ -538,7 +538,7 @@ def test_bad_optimizers_are_refused(changes, match):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"remat": "some"}, "choose one of none, full, dots"),
+        ({"remat": "some"}, "choose one of none, full, attention, dots"),
         ({"temperature": 0.0}, "must be positive"),
         ({"mesh": {"data": 1, "tensor": 8}}, "does not divide into 8 shards"),
     ],
