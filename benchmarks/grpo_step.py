@@ -36,7 +36,7 @@ from absl import app, flags
 
 from benchmarks.device_time import kernel_times
 from fp8rl_jax.console import print_table
-from fp8rl_jax.data.batching import place_on_targets, token_rows
+from fp8rl_jax.data.batching import BLOCK, place_on_targets, token_rows
 from fp8rl_jax.data.layout import pack
 from fp8rl_jax.fp8 import get_recipe
 from fp8rl_jax.grpo import LossConfig, LossInputs, group_advantages, policy_loss, preset
@@ -76,7 +76,10 @@ _SAMPLES = flags.DEFINE_integer("samples", 16, "Of a prompt.", lower_bound=2)
 _PROMPT_LENGTH = flags.DEFINE_integer("prompt_length", 256, "Tokens.", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 1024, "Tokens.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer(
-    "tokens_per_micro_batch", 16384, "Packed, of a device.", lower_bound=128
+    "tokens_per_micro_batch",
+    16384,
+    "Packed, of a device, at most: so many as whole sequences fill.",
+    lower_bound=128,
 )
 _STEPS = flags.DEFINE_integer("steps", 3, "Measured, after the first.", lower_bound=1)
 _REMAT = flags.DEFINE_string("remat", "full", "Rematerialisation policy.")
@@ -387,6 +390,7 @@ def main(argv: list[str]) -> None:
     config = QWEN3_SIZES[_SIZE.value]
     if _NUM_LAYERS.value:
         config = dataclasses.replace(config, num_layers=_NUM_LAYERS.value)
+    sequence = -(-(_PROMPT_LENGTH.value + _NEW_TOKENS.value - 1) // BLOCK) * BLOCK
     settings = Settings(
         size=_SIZE.value,
         num_layers=config.num_layers,
@@ -397,7 +401,7 @@ def main(argv: list[str]) -> None:
         samples=_SAMPLES.value,
         prompt_length=_PROMPT_LENGTH.value,
         new_tokens=_NEW_TOKENS.value,
-        tokens_per_micro_batch=_TOKENS.value,
+        tokens_per_micro_batch=max(_TOKENS.value // sequence, 1) * sequence,
         remat=_REMAT.value,
         keep_codes=_KEEP_CODES.value,
         moments=_MOMENTS.value,
