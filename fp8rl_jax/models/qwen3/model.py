@@ -32,6 +32,7 @@ from fp8rl_jax.fp8.weights import CodedWeight, linear
 from fp8rl_jax.models.qwen3.config import Qwen3Config, param_shapes
 from fp8rl_jax.models.qwen3.fuse import gate_up_widths
 from fp8rl_jax.numerics import by_platform, round_to
+from fp8rl_jax.parallel.sharding import constrain
 
 PROJECTED = "qkv"
 # "attention" keeps what attention reads and writes: neither it nor the projection
@@ -271,7 +272,10 @@ class Qwen3(nnx.Module):
         """
         dtype = jnp.dtype(self.config.dtype)
         embedding = self.embed.embedding.get_value()
-        residual = round_to(jnp.take(embedding, tokens, axis=0), dtype)
+        # Rows stay on their devices: nothing else says so to the compiler, which would
+        # rather split features as the weights are and have every device see all rows.
+        stay = functools.partial(constrain, axes=("batch", "length", "features"))
+        residual = stay(round_to(jnp.take(embedding, tokens, axis=0), dtype))
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         rows = Rows(positions, segments, index)
         where = rows if cache is None else cache.place(positions)
@@ -285,8 +289,10 @@ class Qwen3(nnx.Module):
                 _code_masters(block)
             if gradients is not None:
                 _add_gradients_to(block, gradients, layer)
-            carry = block(residual, update, rope, where, cache, layer, precision)
-            return carry, None
+            residual, update, cache = block(
+                residual, update, rope, where, cache, layer, precision
+            )
+            return (stay(residual), stay(update), cache), None
 
         if remat != "none":
             layer_step = jax.checkpoint(layer_step, policy=REMAT_POLICIES[remat])
