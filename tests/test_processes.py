@@ -182,7 +182,9 @@ def test_four_processes_train_as_one(make_run):
     one.finish(one.start(1, 4), timeout=600)
     lines = one.lines()
     assert any(line.get("train/probs_ratio_max", 1.0) > 1.0 for line in lines)
-    assert four.lines() == lines  # exactly
+    # Sums over four devices are in another order: a loss moves by its last bit.
+    for found, expected in zip(four.lines(), lines, strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
