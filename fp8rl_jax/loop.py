@@ -1,4 +1,4 @@
-"""The GRPO loop: prompts -> rollouts -> rewards -> advantages -> update -> report."""
+"""The GRPO loop: start or resume, step, validate, save, report."""
 
 import dataclasses
 import logging
@@ -6,35 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from fp8rl_jax.checkpoint import Checkpointer, CheckpointError, all_finite
-from fp8rl_jax.console import Reporter, Sample, print_table, say
-from fp8rl_jax.data.batching import place_on_targets, token_rows
-from fp8rl_jax.data.prompts import PromptBatch, PromptIterator
+from fp8rl_jax.console import Reporter, print_table, say
+from fp8rl_jax.data.prompts import PromptIterator
 from fp8rl_jax.experiment import Experiment, build
-from fp8rl_jax.grpo import (
-    LossInputs,
-    group_advantages,
-    kl_penalized_rewards,
-)
+from fp8rl_jax.grpo_step import GRPOStep
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.learning_curve import plot_learning_curve
 from fp8rl_jax.metrics import open_metrics
 from fp8rl_jax.non_finite import SkippedUpdates
-from fp8rl_jax.parallel.processes import check_same, fetch
+from fp8rl_jax.parallel.processes import check_same
 from fp8rl_jax.parallel.start import is_primary
 from fp8rl_jax.preemption import PreemptionGuard
 from fp8rl_jax.resume import check_config_compatible
-from fp8rl_jax.rollout import Prompts, Rollouts, SamplingParams
+from fp8rl_jax.rollout import SamplingParams
 from fp8rl_jax.sizing import check_memory
-from fp8rl_jax.step_metrics import combine_updates, step_metrics, with_throughput
 from fp8rl_jax.tasks.pool import GradingPool
-from fp8rl_jax.timing import Timer, memory_metrics, phase_memory
-from fp8rl_jax.validation import grade_rollouts, validate
+from fp8rl_jax.timing import Timer
+from fp8rl_jax.validation import validate
 from fp8rl_jax.warm_start import warm_start
 
 _log = logging.getLogger(__name__)
@@ -137,8 +129,8 @@ class _Run:
             self._sinks = []
         self._accuracy: dict[str, float] = {}
         self._needs_reference = experiment.algorithm.loss.kl_coefficient > 0
-        self._advantages = jax.jit(
-            lambda rewards: group_advantages(rewards, experiment.algorithm.advantages)
+        self._step = GRPOStep(
+            experiment, self._prompts, pool, self._timer, self._skipped
         )
 
     def run(self) -> Result:
@@ -318,150 +310,6 @@ class _Run:
         with self._timer.phase("checkpointing"):
             self._checkpointer.save(step, arrays, meta, metrics)
 
-    def _step(
-        self, state: TrainState, codes: PyTree, reference: PyTree | None, step: int
-    ) -> tuple[TrainState, PyTree, dict[str, float], list[Sample]]:
-        """One GRPO step."""
-        e, c, timer = self._experiment, self._config, self._timer
-        group = c.grpo.num_generations_per_prompt
-        with timer.phase("total_step_time"):
-            batch = next(self._prompts)
-            with timer.phase("generation"):
-                weights = self._learner.rollout_weights(state.params, codes)
-                rollouts = e.engine.generate(
-                    weights, _prompts_of(batch, group), e.sampling, (c.seed, step)
-                )
-                sampled = e.engine.metrics | phase_memory("generation")
-                del weights
-        if not np.isfinite(rollouts.log_probs).all():
-            return state, codes, self._skip_update(step, batch, rollouts), []
-        with timer.phase("total_step_time"):
-            with timer.phase("reward_calculation"):
-                examples = [x for x in batch.examples for _ in range(group)]
-                grades, texts = grade_rollouts(
-                    rollouts, examples, e.tokenizer, self._pool
-                )
-                rewards = np.array([g.reward for g in grades], np.float32)
-                if c.grpo.shuffle_rewards:
-                    rng = np.random.default_rng((c.seed, step))
-                    rewards = rng.permutation(rewards)
-                rewards = rewards.reshape(-1, group)
-            with timer.phase("data_processing"):
-                prompts = [p for p in batch.tokens for _ in range(group)]
-                tokens, mask = token_rows(prompts, rollouts.completions())
-                rollout_log_probs = place_on_targets(rollouts.log_probs, mask)
-            with timer.phase("policy_and_reference_logprobs"):
-                old = reference_log_probs = None
-                if e.algorithm.loss.old_policy == "recomputed":
-                    frozen = self._learner.frozen_weights(state.params, codes)
-                    old = self._score(frozen, tokens, mask)
-                    del frozen
-                if reference is not None:
-                    reference_log_probs = self._score(reference, tokens, mask)
-                sampled |= phase_memory("policy_and_reference_logprobs")
-            with timer.phase("advantage_calculation"):
-                penalized = jnp.asarray(rewards)
-                if reference is not None and e.algorithm.loss.kl_placement == "reward":
-                    penalized = kl_penalized_rewards(
-                        penalized,
-                        jnp.asarray(rollout_log_probs if old is None else old),
-                        jnp.asarray(reference_log_probs),
-                        jnp.asarray(mask),
-                        e.algorithm.loss.kl_coefficient,
-                    )
-                    reference_log_probs = None
-                advantages = np.asarray(self._advantages(penalized))
-            with timer.phase("policy_training"):
-                inputs = LossInputs(
-                    mask,
-                    advantages.reshape(-1),
-                    old,
-                    rollout_log_probs,
-                    reference_log_probs,
-                )
-                state, codes, updates = self._updates(
-                    state, codes, tokens, inputs, step
-                )
-                sampled |= phase_memory("policy_training")
-        metrics = step_metrics(batch, rollouts, grades, rewards, advantages)
-        metrics |= combine_updates(updates) | memory_metrics() | sampled
-        if count := sum(not u["finite"] for u in updates):
-            self._skipped.skipped(
-                step + 1,
-                count,
-                f"loss {metrics['train/loss']}, gradient norm "
-                f"{metrics['train/grad_norm']}",
-                tokens._asdict()
-                | inputs._asdict()
-                | {
-                    "rewards": rewards.reshape(-1),
-                    "prompts": [e.tokenizer.decode(p) for p in prompts],
-                },
-                [{k: float(v) for k, v in u.items()} for u in updates],
-            )
-        else:
-            self._skipped.applied()
-        metrics["train/skipped_updates"] = self._skipped.total
-        metrics |= with_throughput(timer.collect(), metrics, jax.device_count())
-        shown = [
-            Sample(e.tokenizer.decode(prompts[i]), texts[i], float(rewards.flat[i]))
-            for i in range(0, len(texts), group)
-        ]
-        return state, codes, metrics, shown[: c.logging.num_samples]
-
-    def _score(self, weights: PyTree, tokens, mask) -> Float[np.ndarray, "R T"]:
-        layout = self._experiment.layout(tokens, mask)
-        batch, count = self._learner.put(layout.batch), layout.num_micro_batches
-        scored = self._learner.score(weights, batch, np.int32(count))
-        return layout.restore(fetch(scored, self._experiment.mesh))
-
-    def _updates(self, state, codes, tokens, inputs, step):
-        """Every optimiser step that one rollout batch serves."""
-        c, learner = self._config, self._learner
-        num_rows = len(inputs.mask)
-        results = []
-        for epoch in range(c.grpo.num_epochs):
-            order = np.arange(num_rows)
-            if c.grpo.num_mini_batches > 1:
-                rng = np.random.default_rng((c.seed, step, epoch))
-                order = rng.permutation(num_rows)
-            for rows in np.split(order, c.grpo.num_mini_batches):
-                some, its = jax.tree.map(lambda x, r=rows: x[r], (tokens, inputs))
-                layout = self._experiment.layout(some, its.mask)
-                arrays = learner.put((layout.batch, layout.take(its)))
-                count = np.int32(layout.num_micro_batches)
-                result = learner.update(state, codes, *arrays, count)
-                state, codes = result.state, result.codes
-                padding = np.float32(1.0 - layout.token_share)
-                results.append(result.metrics | {"padding_rate": padding})
-        return state, codes, jax.device_get(results)
-
-    def _skip_update(
-        self, step: int, batch: PromptBatch, rollouts: Rollouts
-    ) -> dict[str, float]:
-        """Ends a step whose sampled log-probs are not finite; returns its metrics."""
-        e, g = self._experiment, self._config.grpo
-        group = g.num_generations_per_prompt
-        prompts = [p for p in batch.tokens for _ in range(group)]
-        tokens, mask = token_rows(prompts, rollouts.completions())
-        metrics = self._timer.collect() | memory_metrics() | e.engine.metrics
-        self._skipped.skipped(
-            step + 1,
-            g.num_epochs * g.num_mini_batches,
-            "sampled log-probs",
-            tokens._asdict()
-            | {
-                "mask": mask,
-                "rollout_log_probs": place_on_targets(rollouts.log_probs, mask),
-                "prompts": [e.tokenizer.decode(p) for p in prompts],
-            },
-            metrics,
-        )
-        return metrics | {
-            "train/finite": 0.0,
-            "train/skipped_updates": self._skipped.total,
-        }
-
     def _validation_sampling(self, temperature: float, num_samples: int, **truncation):
         return dataclasses.replace(
             self._experiment.sampling,
@@ -531,9 +379,3 @@ class _Run:
             print(f"Metrics:        {self._run_dir / 'metrics.jsonl'}")
             print(f"Learning curve: {curve}")
         return Result(step, finished, self._accuracy, self._run_dir)
-
-
-def _prompts_of(batch: PromptBatch, group: int) -> Prompts:
-    count = len(batch.tokens)
-    ids = np.arange(count * group, dtype=np.int32).reshape(count, group)
-    return Prompts([list(tokens) for tokens in batch.tokens], ids)

@@ -82,10 +82,12 @@ def step_metrics(
 def with_throughput(
     timing: dict[str, float], metrics: dict[str, float], num_devices: int
 ) -> dict[str, float]:
-    """Adds rates to the times of the phases."""
+    """Adds rates to the times of the phases, unless the step did not train."""
+    seconds = {name.rpartition("/")[2]: value for name, value in timing.items()}
+    if "policy_training" not in seconds:
+        return timing
     tokens = metrics["train/total_num_tokens"]
     generated = metrics["train/global_valid_toks"]
-    seconds = {name.rpartition("/")[2]: value for name, value in timing.items()}
     rate = tokens / seconds["total_step_time"]
     return timing | {
         "performance/tokens_per_sec": rate,

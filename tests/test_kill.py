@@ -26,14 +26,14 @@ from fp8rl_jax.metrics import read_metrics
 
 # The entry point, with rewards that random weights earn: an even first token.
 PROGRAM = """
-from fp8rl_jax import loop, train
+from fp8rl_jax import grpo_step, train
 from fp8rl_jax.tasks.base import Grade
 
 def grade(rollouts, examples, tokenizer, pool):
     even = [bool(row[0] % 2 == 0) for row in rollouts.tokens]
     return [Grade(float(x), x) for x in even], ["?"] * len(even)
 
-loop.grade_rollouts = grade
+grpo_step.grade_rollouts = grade
 train.run()
 """
 

@@ -21,7 +21,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from orbax.checkpoint._src.path import atomicity
 
-from fp8rl_jax import experiment, loop
+from fp8rl_jax import experiment, grpo_step
 from fp8rl_jax.checkpoint import Checkpointer, CheckpointError
 from fp8rl_jax.loop import train
 from fp8rl_jax.metrics import read_metrics
@@ -343,7 +343,7 @@ def graded(monkeypatch, one_device):
         ]
         return grades, ["?"] * len(examples)
 
-    monkeypatch.setattr(loop, "grade_rollouts", grade)
+    monkeypatch.setattr(grpo_step, "grade_rollouts", grade)
     return hooks
 
 
@@ -439,14 +439,14 @@ def poisoned(monkeypatch, graded):
     """Steps, from 1, whose advantages are NaN: so are their losses and gradients."""
     steps, gradings = set(), []
     graded.append(gradings.append)
-    loss_inputs = loop.LossInputs
+    loss_inputs = grpo_step.LossInputs
 
     def poison(mask, advantages, *log_probs):
         if len(gradings) in steps:
             advantages = np.full_like(advantages, np.nan)
         return loss_inputs(mask, advantages, *log_probs)
 
-    monkeypatch.setattr(loop, "LossInputs", poison)
+    monkeypatch.setattr(grpo_step, "LossInputs", poison)
     return steps
 
 
@@ -607,7 +607,7 @@ def test_a_disk_that_is_too_small_ends_the_run_before_it_compiles(
 def test_shuffled_rewards_are_the_same_rewards(tmp_path, monkeypatch, graded):
     """The negative control deals each batch's rewards to other samples."""
     dealt = []
-    step_metrics = loop.step_metrics
+    step_metrics = grpo_step.step_metrics
 
     def record(batch, rollouts, grades, rewards, advantages):
         dealt.append(([g.reward for g in grades], rewards.ravel().tolist()))
@@ -617,8 +617,8 @@ def test_shuffled_rewards_are_the_same_rewards(tmp_path, monkeypatch, graded):
         count = len(examples)
         return [Grade(float(i), False) for i in range(count)], ["?"] * count
 
-    monkeypatch.setattr(loop, "step_metrics", record)
-    monkeypatch.setattr(loop, "grade_rollouts", distinct)
+    monkeypatch.setattr(grpo_step, "step_metrics", record)
+    monkeypatch.setattr(grpo_step, "grade_rollouts", distinct)
     train(bf16_config(tmp_path, grpo__shuffle_rewards=True))
     (graded_first, first), (graded_second, second) = dealt
     assert graded_first == graded_second == sorted(first) == sorted(second)
